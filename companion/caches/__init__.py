@@ -1,0 +1,40 @@
+"""What a model keeps between steps: keys and values of every token seen, one store per layer.
+
+>>> from companion.caches import make_cache
+>>> from companion.cost import models
+>>> cache = make_cache("contiguous", models["smollm2-135m"], max_tokens=64)
+>>> cache.nbytes   # 64 tokens x 2 x 30 layers x 3 heads x 64 numbers x 4 bytes
+2949120
+"""
+
+import torch
+
+from ..cost import ModelSpec
+from .base import Cache
+from .contiguous import ContiguousCache
+from .latent import LatentCache
+
+__all__ = ["KINDS", "Cache", "ContiguousCache", "LatentCache", "make_cache"]
+
+KINDS: dict[str, type[Cache]] = {"contiguous": ContiguousCache, "latent": LatentCache}
+
+
+def make_cache(
+    kind: str,
+    spec: ModelSpec,
+    *,
+    batch: int = 1,
+    max_tokens: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Cache:
+    """An empty cache for `batch` sequences of up to `max_tokens` tokens of the model `spec`.
+
+    kind: "contiguous" stores every key and value of every layer; "latent" the 512 + 64 numbers of multi-head
+        latent attention. Memory is allocated here, all of it, and never grows.
+
+    Raises ValueError for an unknown kind, a size below 1, or a kind that does not fit the model.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is no cache; accepted: {', '.join(map(repr, KINDS))}")
+    return KINDS[kind](spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)

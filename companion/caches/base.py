@@ -1,0 +1,177 @@
+"""The protocol that every cache keeps, and the part that all share: who has how many tokens.
+
+    cache.append(layer, k, v, lengths=...)     # write this step's keys and values
+    out = cache.attend(layer, q)               # then read: the queries of the same tokens
+
+Writing and attending are separate calls; when `attend` runs, the new tokens are already counted.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..cost import ModelSpec
+
+Number = int | float
+
+
+class Cache(ABC):
+    """Keys and values of `batch` sequences, a store per layer; positions count from 0 in every row.
+
+    Rows may have different lengths: the tokens of a step are right-padded to (B, S), and `lengths` says how
+    many of the S are real in each row. Padding is never stored.
+
+    Attributes: `spec`, `batch`, `max_tokens`, `dtype`, `device`.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        batch: int = 1,
+        max_tokens: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        for name, value in (("batch", batch), ("max_tokens", max_tokens)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}; need an integer of at least 1")
+        self.spec, self.batch, self.max_tokens = spec, batch, max_tokens
+        self.dtype, self.device = dtype, torch.device(device)
+        # Per layer, because layers are written one after another within a step.
+        self._rows: list[list[int]] = [[0] * batch for _ in range(spec.layers)]
+        self._fresh: list[list[int] | None] = [None] * spec.layers  # tokens of the last append, per row
+
+    # --- what a kind of cache must provide ---------------------------------------------------------------
+
+    @abstractmethod
+    def append(
+        self,
+        layer: int,
+        k: Float[Tensor, "B Hkv S D"],
+        v: Float[Tensor, "B Hkv S Dv"] | None,
+        *,
+        lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    ) -> None:
+        """Store the keys and values of S new tokens per row; of row b only the first lengths[b].
+
+        k: (B, Hkv, S, D), v: (B, Hkv, S, Dv). lengths: None means S in every row. Raises ValueError, and
+        stores nothing, for shapes that do not fit and for tokens beyond `max_tokens`.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Float[Tensor, "B Hq S D"],
+        *,
+        softmax_scale: Number | None = None,
+        softcap: Number = 0.0,
+        sinks: Float[Tensor, " Hq"] | None = None,
+        return_lse: bool = False,
+    ) -> Float[Tensor, "B Hq S Dv"] | tuple[Float[Tensor, "B Hq S Dv"], Float[Tensor, "B Hq S"]]:
+        """Causal attention of q over everything stored, within the layer's window if it has one.
+
+        q: (B, Hq, S, D), the queries of the tokens of the last `append` to this layer, padded like them; or,
+        after `crop` or `fork`, of the last S tokens of every row. Results at padded positions mean nothing.
+        The options are those of `companion.attention.sdpa`.
+        """
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes allocated, counted from the tensors."""
+
+    @property
+    @abstractmethod
+    def nbytes_used(self) -> int:
+        """Bytes that hold tokens now."""
+
+    @abstractmethod
+    def _drop(self, layer: int, row: int, start: int, stop: int) -> None:
+        """Forget the stored tokens start..stop-1 of one row."""
+
+    # --- what all share ----------------------------------------------------------------------------------
+
+    def lengths(self, layer: int = 0) -> Int[Tensor, " B"]:
+        """Tokens stored for each row in this layer, int32 (B,)."""
+        return torch.tensor(self._rows[self._layer(layer)], dtype=torch.int32, device=self.device)
+
+    def row_lengths(self, layer: int = 0) -> list[int]:
+        """The same as Python integers, free of a copy from the device."""
+        return list(self._rows[self._layer(layer)])
+
+    def crop(self, n: int | Sequence[int]) -> None:
+        """Keep the first n tokens of every row (one n, or one for each row); shorter rows stay as they are.
+
+        Raises ValueError, changing nothing, for a negative n or a wrong number of them.
+        """
+        keep = [n] * self.batch if isinstance(n, int) else [int(x) for x in n]
+        if len(keep) != self.batch or min(keep) < 0:
+            raise ValueError(f"n={n!r}; need a count of tokens, 0 or more, or {self.batch} of them")
+        for layer, rows in enumerate(self._rows):
+            for b, (have, wanted) in enumerate(zip(rows, keep)):
+                if wanted < have:
+                    self._drop(layer, b, wanted, have)
+                    rows[b] = wanted
+            self._fresh[layer] = None
+
+    def fork(self) -> "Cache":
+        """An independent copy, holding the same tokens."""
+        return copy.deepcopy(self)
+
+    def __len__(self) -> int:
+        """Tokens in the longest row."""
+        return max(self._rows[0])
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.spec.name}, batch={self.batch}, tokens={len(self)} of "
+            f"{self.max_tokens}, {self.nbytes_used} of {self.nbytes} bytes used)"
+        )
+
+    def _layer(self, layer: int) -> int:
+        if not 0 <= layer < self.spec.layers:
+            raise ValueError(f"layer={layer}; {self.spec.name} has layers 0 to {self.spec.layers - 1}")
+        return layer
+
+    def _plan(self, layer: int, S: int, lengths) -> tuple[list[int], list[int]]:
+        """(tokens stored before, tokens to add) per row, once it is sure that they fit."""
+        before = self._rows[self._layer(layer)]
+        if lengths is None:
+            new = [S] * self.batch
+        else:
+            new = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+            if len(new) != self.batch or any(not 0 <= x <= S for x in new):
+                raise ValueError(f"lengths={new}; need {self.batch} counts from 0 to S={S}")
+        longest = max(b + n for b, n in zip(before, new))
+        if longest > self.max_tokens:
+            raise ValueError(
+                f"max_tokens={self.max_tokens}, but this step brings a row to {longest} tokens; "
+                "make a larger cache, or crop this one"
+            )
+        return before, new
+
+    def _commit(self, layer: int, before: list[int], new: list[int]) -> None:
+        self._rows[layer] = [b + n for b, n in zip(before, new)]
+        self._fresh[layer] = new
+
+    def _starts(self, layer: int, S: int) -> list[int]:
+        """Position of the first of S queries in each row."""
+        rows, fresh = self._rows[layer], self._fresh[layer]
+        if fresh is None or max(fresh) > S:
+            fresh = [S] * self.batch
+        return [n - f for n, f in zip(rows, fresh)]
+
+    def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+        """x is (B, heads, S, width); `shape` is what it must be, -1 for S."""
+        got = tuple(x.shape)
+        if len(got) != 4 or any(w not in (-1, g) for g, w in zip(got, shape)):
+            wanted = ", ".join("S" if w == -1 else str(w) for w in shape)
+            raise ValueError(f"{name} has shape {got}; need ({wanted})")
+        if x.dtype != self.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype}; this cache holds {self.dtype}")

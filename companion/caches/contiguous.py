@@ -1,0 +1,75 @@
+"""The plain cache: room for max_tokens tokens per row, filled from the left.
+
+Stored as (B, Hkv, max_tokens, D), so that the keys of one head lie in one piece, which is how a decode step
+reads them. Sliding layers are stored whole too; their window is applied when attending.
+"""
+
+import torch
+
+from .base import Cache
+from .attend import attend
+
+
+class ContiguousCache(Cache):
+    """Every key and value of every layer. Slots that hold no token are zero, always."""
+
+    def __init__(self, spec, *, batch=1, max_tokens, dtype=torch.float32, device="cpu"):
+        super().__init__(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
+        if spec.mla is not None:
+            raise ValueError(f"{spec.name} caches a latent vector, not keys and values; use kind='latent'")
+        self._kv_shapes = (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.v_head_dim)
+        self._k, self._v = ([self._room(*shape) for _ in range(spec.layers)] for shape in self._kv_shapes)
+
+    def _room(self, heads: int, width: int) -> torch.Tensor:
+        return torch.zeros(self.batch, heads, self.max_tokens, width, dtype=self.dtype, device=self.device)
+
+    def append(self, layer, k, v, *, lengths=None):
+        (heads, k_width), (_, v_width) = self._kv_shapes
+        self._check("k", k, (self.batch, heads, -1, k_width))
+        if v is None:
+            raise ValueError("v is None; this cache stores values beside its keys")
+        self._check("v", v, (self.batch, heads, k.shape[2], v_width))
+        before, new = self._plan(layer, k.shape[2], lengths)
+        _write(self._k[layer], k, before, new)
+        _write(self._v[layer], v, before, new)
+        self._commit(layer, before, new)
+
+    def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
+        self._layer(layer)
+        self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
+        n = max(self._rows[layer])
+        return attend(
+            q,
+            self._k[layer][:, :, :n],
+            self._v[layer][:, :, :n],
+            starts=self._starts(layer, q.shape[2]),
+            stops=self._rows[layer],
+            window=self.spec.window if self.spec.layer_types[layer] == "sliding" else None,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            sinks=sinks,
+            return_lse=return_lse,
+        )
+
+    @property
+    def nbytes(self):
+        return sum(t.nbytes for t in (*self._k, *self._v))
+
+    @property
+    def nbytes_used(self):
+        per_token = [(k.nbytes + v.nbytes) // (self.batch * self.max_tokens) for k, v in zip(self._k, self._v)]
+        return sum(size * sum(rows) for size, rows in zip(per_token, self._rows))
+
+    def _drop(self, layer, row, start, stop):
+        self._k[layer][row, :, start:stop] = 0
+        self._v[layer][row, :, start:stop] = 0
+
+
+def _write(store: torch.Tensor, x: torch.Tensor, before: list[int], new: list[int]) -> None:
+    """Put the first new[b] tokens of x (B, H, S, D) behind the before[b] tokens that row b holds."""
+    start, count = before[0], new[0]
+    if all(b == start and n == count for b, n in zip(before, new)):
+        store[:, :, start : start + count] = x[:, :, :count]  # one copy for the common case
+        return
+    for row, (b, n) in enumerate(zip(before, new)):
+        store[row, :, b : b + n] = x[row, :, :n]

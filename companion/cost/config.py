@@ -1,0 +1,309 @@
+"""The one parser of Hugging Face configurations: a dict or a `config.json` becomes a `ModelSpec`.
+
+It follows what the model's own configuration class would do with the file: class defaults for what
+is missing, nested language models, windows in some layers, latent attention, experts. Anything it
+cannot count is an error that names the field, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .families import DEFAULTS, FIXED, MOE_FIXED, SAME_AS, WINDOW_EVERYWHERE
+from .spec import MLASpec, ModelSpec, MoESpec, whole
+
+_NESTED = ("text_config", "language_config", "llm_config")
+_ALIASES = {
+    "hidden_size": ("n_embd",),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+    "num_key_value_heads": ("num_kv_heads",),
+    "intermediate_size": ("n_inner",),
+    "max_position_embeddings": ("n_positions",),
+    "hidden_activation": ("hidden_act", "activation_function"),
+    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "sliding_window_pattern": ("_sliding_window_pattern",),
+}
+# Layers that keep something else than keys and values, or share them: not counted here.
+_UNSUPPORTED = (
+    "attn_layer_period",
+    "full_attention_interval",
+    "hybrid_override_pattern",
+    "linear_num_key_heads",
+    "mamba_d_state",
+    "num_kv_shared_layers",
+)
+_LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "sliding"}
+
+
+class _Reader:
+    """Reads checked fields of one configuration, with the family's defaults behind it."""
+
+    def __init__(self, config: Mapping, kind: str, owner: str):
+        self.config, self.owner = config, owner
+        self.defaults = DEFAULTS.get(kind, {})
+
+    def raw(self, field: str, default: Any = None) -> Any:
+        names = [n for n in (field, *_ALIASES.get(field, ())) if n in self.config]
+        for name in names:
+            if self.config[name] is not None:
+                return self.config[name]
+        # An explicit null switches a family's default off (Mistral v0.2: "sliding_window": null).
+        return None if names else self.defaults.get(field, default)
+
+    def integer(self, field: str, default: Any = ..., *, zero: bool = False) -> Any:
+        value = self.raw(field)
+        if value is None:
+            if default is ...:
+                raise ValueError(f"{self.owner}: {field} is missing")
+            return default
+        return whole(self.owner, field, value, zero=zero)
+
+    def text(self, field: str, default: str) -> str:
+        value = self.raw(field)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{self.owner}: {field} must be a string, got {value!r}")
+        return value or default
+
+    def number(self, field: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{self.owner}: {field} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        value = self.raw(field)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.owner}: {field} must be true or false, got {value!r}")
+        return value
+
+
+def read_config(config: Mapping | str | os.PathLike) -> tuple[dict, str | None]:
+    """The configuration as a dict, and a name taken from the path (None for a dict)."""
+    if isinstance(config, Mapping):
+        return dict(config), None
+    if not isinstance(config, str | os.PathLike):
+        raise ValueError(f"config must be a dict or a path to config.json, got {type(config).__name__}")
+    path = Path(config)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"config: cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"config: {path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"config: {path} must hold a JSON object, got {type(data).__name__}")
+    stem = path.parent.resolve().name if path.stem == "config" else path.stem
+    return data, stem or None
+
+
+def _language_model(config: dict) -> dict:
+    """The part that describes the language model; a vision tower is not counted."""
+    for key in _NESTED:
+        inner = config.get(key)
+        if inner is None:
+            continue
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"config: {key} must be an object, got {inner!r}")
+        merged = dict(inner)
+        for field in ("model_type", "tie_word_embeddings"):
+            if field in config and merged.get(field) is None:
+                merged[field] = config[field]
+        return merged
+    return config
+
+
+def _rope(read: _Reader) -> tuple[float | None, dict | None, float]:
+    """Base, scaling (None for the plain one) and rotated share of the head."""
+    ropes = read.raw("rope_parameters")
+    if ropes is None:
+        ropes = read.raw("rope_scaling")
+    ropes = {} if ropes is None else ropes
+    if not isinstance(ropes, Mapping):
+        raise ValueError(f"{read.owner}: rope_scaling must be an object or null, got {ropes!r}")
+    if isinstance(ropes.get("full_attention"), Mapping):  # one entry per layer type (Gemma 3, OLMo 3)
+        ropes = ropes["full_attention"]
+    ropes = dict(ropes)
+    theta = ropes.pop("rope_theta", None)
+    theta = read.raw("rope_theta") if theta is None else theta
+    partial = ropes.pop("partial_rotary_factor", None)
+    partial = read.raw("partial_rotary_factor", 1.0) if partial is None else partial
+    plain = ropes.get("rope_type", ropes.get("type", "default")) == "default"
+    theta = 10000.0 if theta is None else read.number("rope_theta", theta)
+    return theta, (None if plain else ropes), read.number("partial_rotary_factor", partial)
+
+
+def _layer_types(read: _Reader, kind: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
+    """The window (None if no layer has one) and the type of every layer."""
+    listed = read.raw("layer_types")
+    window = read.integer("sliding_window", None, zero=True) or None
+    if listed is not None:
+        if not isinstance(listed, list | tuple) or len(listed) != layers:
+            size = len(listed) if isinstance(listed, list | tuple) else listed
+            raise ValueError(f"{read.owner}: layer_types must list num_hidden_layers={layers}, got {size!r}")
+        for entry in listed:
+            if entry not in _LAYER_TYPES:
+                accepted = ", ".join(_LAYER_TYPES)
+                raise ValueError(f"{read.owner}: layer_types may hold {accepted}; got {entry!r}")
+        if "chunked_attention" in listed:  # a chunk is at most this long: an upper bound on the cache
+            window = read.integer("attention_chunk_size")
+        types = tuple(_LAYER_TYPES[t] for t in listed)
+        return (window if "sliding" in types else None), types
+    if window is None or not read.flag("use_sliding_window", True):
+        return None, ("full",) * layers
+    if "max_window_layers" in read.defaults:  # Qwen: the first so many layers stay full
+        first = read.integer("max_window_layers", zero=True)
+        types = tuple("sliding" if i >= first else "full" for i in range(layers))
+        return (window if "sliding" in types else None), types
+    pattern = read.raw("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern and set(pattern) <= set("LG"):  # "LLLG", the last layer full
+        types = tuple("sliding" if pattern[i % len(pattern)] == "L" else "full" for i in range(layers))
+        return window, types
+    if pattern is not None:
+        every = whole(read.owner, "sliding_window_pattern", pattern)
+        types = tuple("full" if (i + 1) % every == 0 else "sliding" for i in range(layers))
+        return (window if "sliding" in types else None), types
+    if kind in WINDOW_EVERYWHERE:
+        return window, ("sliding",) * layers
+    # An unknown family does not say which layers its window holds in: count the larger cache.
+    return None, ("full",) * layers
+
+
+def _mla(read: _Reader) -> MLASpec | None:
+    if read.raw("kv_lora_rank") is None:
+        return None
+    return MLASpec(
+        kv_rank=read.integer("kv_lora_rank"),
+        nope_dim=read.integer("qk_nope_head_dim"),
+        rope_dim=read.integer("qk_rope_head_dim"),
+        v_dim=read.integer("v_head_dim"),
+        q_rank=read.integer("q_lora_rank", None),
+    )
+
+
+def _moe(read: _Reader, kind: str, ffn: int, layers: int) -> MoESpec | None:
+    experts = read.integer("num_experts", None, zero=True)
+    if not experts:
+        return None
+    width = read.integer("moe_intermediate_size", ffn)
+    shared, shared_ffn = read.integer("n_shared_experts", 0, zero=True), 0
+    if shared:
+        shared_ffn = shared * width
+    elif kind == "llama4_text":
+        shared, shared_ffn = 1, width
+    elif read.raw("shared_expert_intermediate_size"):
+        shared, shared_ffn = 1, read.integer("shared_expert_intermediate_size")
+    top_k = read.integer("num_experts_per_tok")
+    if top_k > experts:
+        raise ValueError(f"{read.owner}: num_experts_per_tok must be at most {experts}, got {top_k}")
+    step, every = read.integer("decoder_sparse_step", 1), read.integer("moe_layer_freq", 1)
+    dense = {i for i in range(layers) if (i + 1) % step or i % every}
+    for field, keep in (("mlp_only_layers", True), ("moe_layers", False)):
+        listed = read.raw(field)
+        if listed is None:
+            continue
+        if not isinstance(listed, list | tuple):
+            raise ValueError(f"{read.owner}: {field} must be a list of layers, got {listed!r}")
+        listed = {whole(read.owner, field, i, zero=True) for i in listed}
+        dense |= listed if keep else set(range(layers)) - listed
+    return MoESpec(
+        experts=experts,
+        top_k=top_k,
+        ffn=width,
+        shared=shared,
+        shared_ffn=shared_ffn,
+        first_dense=min(read.integer("first_k_dense_replace", 0, zero=True), layers),
+        dense_layers=tuple(sorted(i for i in dense if i < layers)),
+        **MOE_FIXED.get(kind, {}),
+    )
+
+
+def parse_config(config: Mapping | str | os.PathLike, name: str | None = None) -> ModelSpec:
+    """A `ModelSpec` from a Hugging Face configuration.
+
+    config  a dict, or a path to `config.json` or to the folder that holds it
+    name    what to call the model; by default the folder's name, else the model type
+
+    Raises ValueError naming the field that is missing, ill-typed or inconsistent.
+    """
+    data, stem = read_config(config)
+    data = _language_model(data)
+    kind = data.get("model_type") or "unknown"
+    if not isinstance(kind, str):
+        raise ValueError(f"config: model_type must be a string, got {kind!r}")
+    family = SAME_AS.get(kind, kind)
+    name = name or stem or kind
+    read = _Reader(data, family, f"config of {name!r}")
+    fixed = dict(FIXED.get(family, {}))
+    for field in _UNSUPPORTED:
+        if data.get(field):
+            raise ValueError(f"{read.owner}: {field} is set; layers without a cache of their own aren't supported")
+    if read.flag("is_encoder_decoder"):
+        raise ValueError(f"{read.owner}: is_encoder_decoder must be false; only decoders are counted")
+
+    d_model = read.integer("hidden_size")
+    layers = read.integer("num_hidden_layers")
+    heads = read.integer("num_attention_heads")
+    ffn = read.integer("intermediate_size", 4 * d_model if family == "gpt2" else ...)
+    kv_heads = read.integer("num_key_value_heads", 1 if read.flag("multi_query") else heads)
+    mla = _mla(read)
+    head_dim = mla.qk_dim if mla else read.integer("head_dim", None)
+    if head_dim is None:
+        if d_model % heads:
+            raise ValueError(
+                f"{read.owner}: head_dim is missing and hidden_size={d_model} is not a multiple of "
+                f"num_attention_heads={heads}"
+            )
+        head_dim = d_model // heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"{read.owner}: num_key_value_heads must divide num_attention_heads={heads}, got {kv_heads}"
+        )
+    moe = _moe(read, family, ffn, layers)
+    window, types = _layer_types(read, family, layers)
+    theta, scaling, partial = _rope(read)
+    everywhere = read.flag("use_bias")  # StarCoder2's one switch
+    attention_bias = everywhere or read.flag("attention_bias", read.flag("qkv_bias"))
+    if family == "llama4_text" and data.get("intermediate_size_mlp") is not None:
+        ffn = read.integer("intermediate_size_mlp")
+    if family in ("glm4_moe", "cohere") and read.flag("use_qk_norm"):
+        fixed["qk_norm"] = "head" if family == "glm4_moe" else "full"
+    positions = read.integer("max_position_embeddings", None)
+    if family == "gpt2":
+        theta, fixed["position_rows"] = None, positions or 0
+    return ModelSpec(
+        name=name,
+        architecture=kind,
+        layers=layers,
+        d_model=d_model,
+        heads=heads,
+        kv_heads=heads if mla else kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        vocab=read.integer("vocab_size"),
+        tied=read.flag("tie_word_embeddings"),
+        max_context=positions,
+        norm_eps=read.number("rms_norm_eps", read.raw("rms_norm_eps") or 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        partial_rotary=partial,
+        window=window,
+        layer_types=types,
+        mla=mla,
+        moe=moe,
+        qkv_bias=attention_bias,
+        o_bias=fixed.pop("o_bias", attention_bias),
+        mlp_bias=everywhere or read.flag("mlp_bias"),
+        act=read.text("hidden_activation", "silu"),
+        mtp_layers=read.integer("num_nextn_predict_layers", 0, zero=True),
+        extra=data,
+        **fixed,
+    )

@@ -1,0 +1,221 @@
+"""Predicted time of a decode step and of a prefill, from bytes, FLOPs and a device.
+
+    seconds = max(W / BW, 2 P B / F)  +  max(KV / BW, attention FLOPs / F)  +  overhead
+
+Within a kernel, loading and multiplying overlap, so each term is the larger of its two times. The
+products with the weights and the attention over the cache are different kernels that wait for each
+other in every layer, so the two terms add. For plain attention the second is always its bytes, and
+this is the formula of *How to Scale Your Model* (jax-ml.github.io/scaling-book, on inference).
+Communication between devices is not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+
+from .counts import experts_touched, matmul_parameters
+from .devices import HardwareSpec, _rate
+from .dtypes import bytes_for
+from .flops import LOGITS, _choice, decode_attention_flops, prefill_attention_flops, prefill_flops
+from .memory import cached_values, weight_bytes_read
+from .registry import resolve_hardware, resolve_model
+from .spec import ModelSpec, whole
+
+SHARDINGS = ("heads", "batch")
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step reads and computes on all devices together, and how long that takes.
+
+    bound_by is "memory: weights", "memory: cache", "compute" or "overhead": the largest share of the time.
+    intensity is FLOPs per byte, weights and cache together.
+    """
+
+    batch: int
+    context: int
+    tokens: int
+    devices: int
+    weights_bytes: int
+    kv_bytes: int
+    matmul_flops: int
+    attention_flops: int
+    weights_seconds: float
+    matmul_seconds: float
+    kv_seconds: float
+    attention_seconds: float
+    overhead_seconds: float
+    seconds: float
+    bound_by: str
+
+    @property
+    def flops(self) -> int:
+        return self.matmul_flops + self.attention_flops
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of the whole batch."""
+        return self.tokens / self.seconds
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / (self.weights_bytes + self.kv_bytes)
+
+    def to_dict(self) -> dict:
+        extra = {"flops": self.flops, "tokens_per_second": self.tokens_per_second, "intensity": self.intensity}
+        return {**asdict(self), **extra}
+
+
+def share_of_cache(model: ModelSpec, devices: int, kv_sharding: str) -> Fraction:
+    """Part of the cache that each device holds.
+
+    "heads" (tensor parallelism) splits by key-value heads: beyond h_kv devices the heads are copied, and
+    a latent, which all heads share, is copied to every device. "batch" splits the sequences evenly.
+    """
+    _choice("kv_sharding", kv_sharding, SHARDINGS)
+    if kv_sharding == "batch":
+        return Fraction(1, devices)
+    if model.mla:
+        return Fraction(1)
+    return Fraction(-(-model.kv_heads // devices), model.kv_heads)
+
+
+def _share(owner: str, name: str, value) -> float:
+    value = _rate(owner, name, value)
+    if value > 1:
+        raise ValueError(f"{owner}: {name} must be above 0 and at most 1, got {value!r}")
+    return value
+
+
+def _cost(
+    owner, model, device, *, tokens, batch, context, held, products, attention, weight_dtype, kv_dtype,
+    compute_dtype, efficiency, compute_efficiency, devices, kv_sharding, overhead_seconds,
+) -> StepCost:  # fmt: skip
+    devices = whole(owner, "devices", devices)
+    efficiency = _share(owner, "efficiency", efficiency)
+    reached = efficiency if compute_efficiency is None else _share(owner, "compute_efficiency", compute_efficiency)
+    overhead = 0.0 if overhead_seconds == 0 else _rate(owner, "overhead_seconds", overhead_seconds)
+    bandwidth = device.bandwidth * efficiency
+    peak = device.peak(compute_dtype or device.default_compute) * reached
+    weights = weight_bytes_read(model, tokens, weight_dtype)
+    kv_share = share_of_cache(model, devices, kv_sharding)
+    kv = bytes_for(held * kv_share * devices, kv_dtype, argument="kv_dtype")
+    # Heads of a shared latent are split over the devices even where the latent is copied.
+    times = {
+        "weights_seconds": weights / devices / bandwidth,
+        "matmul_seconds": products / devices / peak,
+        "kv_seconds": kv / devices / bandwidth,
+        "attention_seconds": attention / devices / peak,
+        "overhead_seconds": overhead,
+    }
+    labels = ("memory: weights", "compute", "memory: cache", "compute", "overhead")
+    bound = max(zip(times.values(), labels), key=lambda pair: pair[0])[1]
+    seconds = max(times["weights_seconds"], times["matmul_seconds"])
+    seconds += max(times["kv_seconds"], times["attention_seconds"]) + overhead
+    return StepCost(
+        batch=batch, context=context, tokens=tokens, devices=devices, weights_bytes=weights, kv_bytes=kv,
+        matmul_flops=products, attention_flops=attention, **times, seconds=seconds, bound_by=bound,
+    )  # fmt: skip
+
+
+def decode_step(
+    model: ModelSpec | str,
+    hardware: HardwareSpec | str,
+    batch: int = 1,
+    context: int = 1,
+    *,
+    weight_dtype="bf16",
+    kv_dtype="bf16",
+    compute_dtype=None,
+    efficiency: float = 1.0,
+    compute_efficiency: float | None = None,
+    devices: int = 1,
+    kv_sharding: str = "heads",
+    overhead_seconds: float = 0.0,
+) -> StepCost:
+    """One decode step: a token for each of `batch` sequences.
+
+    context             cached tokens per sequence, the new one included
+    weight_dtype        format in which weights are read; kv_dtype likewise for the cache
+    compute_dtype       format of the products; by default the device's bf16, else fp16, else fp32, whatever
+                        the weights are stored in (weight-only quantisation)
+    efficiency          share of the bandwidth (and of the peak) that is reached, 0 to 1
+    compute_efficiency  share of the peak, if it differs
+    devices             devices that split the weights evenly; see `share_of_cache` for the cache
+    overhead_seconds    launches and whatever else is the same in every step
+
+    With experts, the weights read are those that the batch is expected to touch.
+    Raises ValueError naming the argument.
+    """
+    model, device = resolve_model(model), resolve_hardware(hardware)
+    batch = whole("decode_step", "batch", batch)
+    return _cost(
+        "decode_step", model, device, tokens=batch, batch=batch, context=context,
+        held=cached_values(model, context, batch=batch), products=2 * matmul_parameters(model) * batch,
+        attention=decode_attention_flops(model, context, batch=batch), weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype, compute_dtype=compute_dtype, efficiency=efficiency,
+        compute_efficiency=compute_efficiency, devices=devices, kv_sharding=kv_sharding,
+        overhead_seconds=overhead_seconds,
+    )  # fmt: skip
+
+
+def prefill(
+    model: ModelSpec | str,
+    hardware: HardwareSpec | str,
+    tokens: int,
+    *,
+    batch: int = 1,
+    cached: int = 0,
+    logits: str = "last",
+    weight_dtype="bf16",
+    kv_dtype="bf16",
+    compute_dtype=None,
+    efficiency: float = 1.0,
+    compute_efficiency: float | None = None,
+    devices: int = 1,
+    kv_sharding: str = "heads",
+    overhead_seconds: float = 0.0,
+) -> StepCost:
+    """Reading a prompt: its `seconds` predict the time to the first token.
+
+    tokens  new prompt tokens per sequence, at least 1
+    cached  tokens before them that a prefix cache holds already; they are read, not computed
+    logits  "last": the output head runs once per sequence, as when generating; "all": at every position
+
+    The other arguments are those of `decode_step`. The cache's time counts one read of it.
+    """
+    model, device = resolve_model(model), resolve_hardware(hardware)
+    tokens, batch = whole("prefill", "tokens", tokens), whole("prefill", "batch", batch)
+    cached = whole("prefill", "cached", cached, zero=True)
+    _choice("logits", logits, LOGITS)
+    attention = prefill_attention_flops(model, tokens, cached=cached, batch=batch)
+    total = prefill_flops(model, tokens, cached=cached, batch=batch, logits=logits)
+    return _cost(
+        "prefill", model, device, tokens=tokens * batch, batch=batch, context=cached + tokens,
+        held=cached_values(model, cached + tokens, batch=batch, step=tokens), products=total - attention,
+        attention=attention, weight_dtype=weight_dtype, kv_dtype=kv_dtype, compute_dtype=compute_dtype,
+        efficiency=efficiency, compute_efficiency=compute_efficiency, devices=devices,
+        kv_sharding=kv_sharding, overhead_seconds=overhead_seconds,
+    )  # fmt: skip
+
+
+def cache_equals_weights(model: ModelSpec | str, *, weight_dtype="bf16", kv_dtype="bf16") -> float:
+    """Cached tokens, summed over the batch, that take as many bytes to read as the weights.
+
+    114,516 for Llama-3.1-8B in bf16; full-attention models only, where every token counts alike.
+    """
+    model = resolve_model(model)
+    if model.sliding_layers:
+        raise ValueError(f"model {model.name!r} has sliding layers; its cache is not linear in tokens")
+    if model.moe and experts_touched(model, 1) < model.moe.experts:
+        weights = bytes_for(matmul_parameters(model, active=False), weight_dtype)
+    else:
+        weights = weight_bytes_read(model, 1, weight_dtype)
+    return weights * 8 / float(model.layers * model.cached_width * _bits(kv_dtype))
+
+
+def _bits(dtype) -> Fraction:
+    from .dtypes import bits_per_value
+
+    return bits_per_value(dtype, argument="kv_dtype")

@@ -1,0 +1,7 @@
+"""A real decoder, small enough to read: blocks, loading from files, and the tokenizer."""
+
+from .decoder import Decoder, from_transformers, right_padded
+from .load import load
+from .tokenizer import Tokenizer
+
+__all__ = ["Decoder", "Tokenizer", "from_transformers", "load", "right_padded"]

@@ -1,0 +1,172 @@
+"""Checkpoints: a GGUF file, a folder of safetensors, or the book's model by name."""
+
+import difflib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..cost import ModelSpec
+from .decoder import Decoder
+from .fetch import smollm2
+from .gguf import GGUF
+from .tokenizer import Tokenizer
+
+NAMES: dict[str, Callable[[], Path]] = {"smollm2-135m": smollm2}
+
+_GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GGUF_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def load(
+    name: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Decoder, Tokenizer]:
+    """Load a model: "smollm2-135m", a path to a .gguf file, or a folder with config.json and safetensors.
+
+    dtype, device: of the weights. On a CPU keep float32; use bfloat16 on GPUs of capability 8.0 and newer.
+
+    Returns (decoder, tokenizer). Raises ValueError, naming the file, for whatever cannot be loaded whole.
+    """
+    if str(name) in NAMES:
+        return _load_gguf(NAMES[str(name)](), dtype, device, str(name))
+    path = Path(name)
+    if path.is_dir():
+        return _load_folder(path, dtype, device)
+    if path.is_file():
+        return _load_gguf(path, dtype, device, path.stem)
+    near = difflib.get_close_matches(str(name), NAMES, n=3, cutoff=0.3)
+    raise ValueError(
+        f"model {str(name)!r} is neither a known name ({', '.join(near or NAMES)}) nor a .gguf file "
+        "nor a folder of safetensors"
+    )
+
+
+def _load_gguf(path: Path, dtype, device, name: str) -> tuple[Decoder, Tokenizer]:
+    with GGUF(path) as file:
+        spec = gguf_spec(file, name)
+        heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}
+
+        def take(hf_name: str) -> Tensor:
+            own = _gguf_name(hf_name)
+            x = torch.from_numpy(file.tensor(own))
+            for part, n in heads.items():
+                if f"{part}.weight" in hf_name and spec.architecture == "llama":
+                    x = unpermute(x, n)
+            return x.to(device=device, dtype=dtype)
+
+        tokenizer = Tokenizer.from_gguf(file.meta)
+        decoder = Decoder(spec, take).eval()
+    decoder.stop_ids = tokenizer.eos_ids
+    return decoder, tokenizer
+
+
+def gguf_spec(file: GGUF, name: str) -> ModelSpec:
+    """The shape of a GGUF model, through the parser of configurations. Raises ValueError for missing keys."""
+    meta, arch = file.meta, file.meta.get("general.architecture")
+
+    def key(k: str, default=None):
+        value = meta.get(f"{arch}.{k}", default)
+        if value is None:
+            raise ValueError(f"{file.path.name}: the header lacks {arch}.{k}")
+        return value
+
+    heads, width = key("attention.head_count"), key("embedding_length")
+    if "token_embd.weight" not in file.entries:
+        raise ValueError(f"{file.path.name}: no tensor 'token_embd.weight'")
+    config = {
+        "model_type": arch,
+        "num_hidden_layers": key("block_count"),
+        "hidden_size": width,
+        "intermediate_size": key("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": key("attention.head_count_kv", heads),
+        "head_dim": key("attention.key_length", meta.get(f"{arch}.rope.dimension_count", width // heads)),
+        "vocab_size": file.entries["token_embd.weight"].shape[0],
+        "max_position_embeddings": key("context_length"),
+        "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
+        "rope_theta": key("rope.freq_base"),
+        "tie_word_embeddings": "output.weight" not in file.entries,
+        "attention_bias": "blk.0.attn_q.bias" in file.entries,
+    }
+    return ModelSpec.from_config(config, name=name)
+
+
+def unpermute(w: Tensor, heads: int) -> Tensor:
+    """Undo the row order in which GGUF stores Llama's query and key weights.
+
+    GGUF keeps the two halves of a rotary pair side by side; Hugging Face keeps all first halves, then all
+    second ones. w: (heads * D, d). Per head of 8 rows the stored order is 0 4 1 5 2 6 3 7.
+    """
+    return w.view(heads, w.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(w.shape)
+
+
+def _gguf_name(hf_name: str) -> str:
+    if hf_name in _GGUF_TOP:
+        return _GGUF_TOP[hf_name]
+    _, _, layer, rest = hf_name.split(".", 3)
+    part, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{_GGUF_NAMES.get(part, part)}.{kind}"
+
+
+def _load_folder(folder: Path, dtype, device) -> tuple[Decoder, Tokenizer]:
+    spec = ModelSpec.from_config(folder / "config.json", name=folder.name)
+    tensors = SafeTensors(folder)
+    if spec.tied is False and "lm_head.weight" not in tensors.files:
+        raise ValueError(f"{folder}: config.json says untied, but there is no tensor 'lm_head.weight'")
+    decoder = Decoder(spec, lambda name: tensors.take(name).to(device=device, dtype=dtype)).eval()
+    tokenizer = Tokenizer.from_folder(folder)
+    decoder.stop_ids = tokenizer.eos_ids
+    return decoder, tokenizer
+
+
+class SafeTensors:
+    """The tensors of a folder, in one file or in shards; each is read when it is asked for."""
+
+    def __init__(self, folder: Path):
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.is_file():
+            table = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+            self.files = {name: folder / file for name, file in table.items()}
+        elif single.is_file():
+            self.files = dict.fromkeys(_keys(single), single)
+        else:
+            raise ValueError(f"{folder}: neither model.safetensors nor model.safetensors.index.json")
+        gone = {f.name for f in self.files.values() if not f.is_file()}
+        if gone:
+            raise ValueError(f"{folder}: the index names {sorted(gone)[0]}, which is not there")
+
+    def take(self, name: str) -> Tensor:
+        if name not in self.files:
+            raise ValueError(f"{next(iter(self.files.values())).parent}: no tensor {name!r}")
+        with _opened(self.files[name]) as f:
+            return f.get_tensor(name)
+
+
+def _keys(path: Path) -> list[str]:
+    with _opened(path) as f:
+        return list(f.keys())
+
+
+def _opened(path: Path):
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as e:
+        raise ValueError(f"{path.name}: not a whole safetensors file ({e})") from None

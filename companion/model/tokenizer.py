@@ -1,0 +1,149 @@
+"""Text to token ids and back, by the `tokenizers` library; chat templates by jinja2.
+
+A byte-level BPE splits text into pieces by a pattern before it merges bytes. The pattern is part of the model:
+SmolLM2 was trained with every digit on its own, and the same merges without that split give other ids.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+# llama.cpp's names of pre-tokenizers, with what they split on before the bytes.
+PATTERNS = {
+    "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+    "gpt-2": [],
+}
+_CONTROL = 3  # GGUF's token type for special tokens
+# Tokens that end a reply in some checkpoints although only one id is declared as the end.
+_ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "</s>")
+
+
+class Tokenizer:
+    """`encode`, `decode` and `chat`.
+
+    Attributes: `eos_ids`, tokens that end a reply; `bos_id` (None: this model wants none); `vocab` size;
+    `template`, the chat template or None.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        eos_ids: Iterable[int],
+        bos_id: int | None = None,
+        template: str | None = None,
+        names: dict[str, str] | None = None,
+    ):
+        self._backend, self.bos_id, self.template = backend, bos_id, template
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        self._names = names or {}
+        self.vocab = backend.get_vocab_size()
+
+    @classmethod
+    def from_gguf(cls, meta: dict[str, Any]) -> "Tokenizer":
+        """From a GGUF header. Raises ValueError for a tokenizer that is no byte-level BPE known here."""
+        kind, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "gpt-2")
+        if kind != "gpt2" or pre not in PATTERNS:
+            known = ", ".join(PATTERNS)
+            raise ValueError(f"tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; accepted: gpt2 with {known}")
+        missing = [k for k in ("tokens", "token_type", "merges") if f"tokenizer.ggml.{k}" not in meta]
+        if missing:
+            raise ValueError(f"the file lacks tokenizer.ggml.{missing[0]}")
+        tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
+        vocab = {text: i for i, text in enumerate(tokens)}
+        merges = [tuple(m.split(" ", 1)) for m in meta["tokenizer.ggml.merges"]]
+        backend = Backend(models.BPE(vocab, merges, fuse_unk=False, byte_fallback=False))
+        bytes_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*PATTERNS[pre], bytes_level])
+        backend.decoder = decoders.ByteLevel()
+        special = [text for text, kind in zip(tokens, types) if kind == _CONTROL]
+        backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+        eos = meta.get("tokenizer.ggml.eos_token_id")
+        ends = [] if eos is None else [eos]
+        ends += [vocab[t] for t in special if t in _ENDS]
+        bos = meta.get("tokenizer.ggml.bos_token_id")
+        names = {"bos_token": tokens[bos] if bos is not None else "", "eos_token": tokens[eos] if eos is not None else ""}
+        return cls(
+            backend,
+            eos_ids=ends,
+            bos_id=bos if meta.get("tokenizer.ggml.add_bos_token") else None,
+            template=meta.get("tokenizer.chat_template"),
+            names=names,
+        )
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+        """From `tokenizer.json`, with `tokenizer_config.json` and `generation_config.json` if they are there."""
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{folder}: no tokenizer.json")
+        backend = Backend.from_file(str(path))
+        config = _json(folder / "tokenizer_config.json")
+        text = {k: _text(config.get(k)) for k in ("bos_token", "eos_token")}
+        ends: list[int] = []
+        for source in (_json(folder / "generation_config.json"), _json(folder / "config.json")):
+            eos = source.get("eos_token_id")
+            ends += eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if text["eos_token"]:
+            ends.append(backend.token_to_id(text["eos_token"]))
+        bos = backend.token_to_id(text["bos_token"]) if text["bos_token"] and config.get("add_bos_token") else None
+        template = config.get("chat_template")
+        if template is None and (folder / "chat_template.jinja").is_file():
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return cls(
+            backend, eos_ids=[e for e in ends if e is not None], bos_id=bos, template=template, names=text
+        )
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text; with the model's begin token in front, once, if it wants one.
+
+        special: read markers such as <|im_end|> as tokens (True), or as the plain text of a user (False).
+        """
+        self._backend.encode_special_tokens = not special
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of token ids; special tokens are left out unless `special`."""
+        return self._backend.decode(list(ids), skip_special_tokens=not special)
+
+    def token(self, id: int) -> str:
+        """The token as the vocabulary writes it (a space is shown as Ġ)."""
+        text = self._backend.id_to_token(id)
+        if text is None:
+            raise ValueError(f"id={id}; this vocabulary has ids 0 to {self.vocab - 1}")
+        return text
+
+    def chat(self, messages: Sequence[dict[str, str]], *, prompt: bool = True) -> str:
+        """The text of a conversation by the model's own template.
+
+        messages: dicts with "role" and "content". prompt: end where the assistant's reply begins.
+        """
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # templates come out of downloaded files
+
+        if self.template is None:
+            raise ValueError("this model has no chat template; give it plain text")
+        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        env.globals["raise_exception"] = _refuse
+        return env.from_string(self.template).render(
+            messages=list(messages), add_generation_prompt=prompt, **self._names
+        )
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(f"chat template: {message}")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _text(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token or ""

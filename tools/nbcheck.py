@@ -1,0 +1,225 @@
+"""What every chapter satisfies: its two files agree, its outputs are of its code, its frame is complete."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+from jupytext.compare import NotebookDifference, compare_notebooks
+
+from tools.notebooks import (
+    NOTEBOOKS,
+    ROOT,
+    SETUP,
+    output_texts,
+    read_source,
+    source_hash,
+    tags,
+    unstable_outputs,
+)
+
+FRAME = [  # the `##` headings that every chapter has, in this order; its own come between the first two
+    "Before you run it: a prediction",
+    "What must hold, and what breaks if it doesn't",
+    "Measure",  # a chapter may say what: "Measure: seconds per stage"
+    "Takeaway",
+    "Exercises",
+    "What to read next",
+]
+WORDS = range(1500, 3001)
+EXERCISES = range(3, 7)
+MAX_LINES = 25
+EXERCISE = re.compile(r"^### Exercise (\d+) \((easy|medium|hard), .*minutes?\)", re.M)
+# MyST that GitHub, Colab and JupyterLab would show raw
+RAW = {
+    "a directive": re.compile(r"^(?:```+|:::+)\{", re.M),
+    "a role": re.compile(r"\{[a-z][\w:-]*\}`"),
+    "a label": re.compile(r"^\([\w-]+\)=\s*$", re.M),
+    "a cell break": re.compile(r"^\+\+\+", re.M),
+}
+SHOWS = re.compile(r"^print\(|^plt\.show\(", re.M)
+IMAGES = ("image/svg+xml", "image/png")
+
+
+def check(md: Path) -> list[str]:
+    """Every problem of one chapter, as sentences; an empty list when there is none."""
+    ipynb = md.with_suffix(".ipynb")
+    if not ipynb.exists():
+        return [f"{ipynb.name} is missing: run `make notebooks NAME={md.stem}`"]
+    source, notebook = read_source(md), nbformat.read(ipynb, as_version=4)
+    return [
+        *pair(source, notebook),
+        *outputs(source, notebook),
+        *unstable_outputs(notebook),
+        *cells(notebook),
+        *figures(notebook),
+        *frame(notebook),
+        *exercises(notebook),
+        *links(notebook),
+    ]
+
+
+def pair(source, notebook) -> list[str]:
+    """The Markdown and the notebook agree by content; time stamps say nothing after a checkout."""
+    try:
+        compare_notebooks(notebook, source, "md:myst", compare_ids=False, compare_outputs=False)
+    except NotebookDifference as difference:
+        return [f"the .ipynb and the .md differ: {str(difference).strip()[:400]}"]
+    return []
+
+
+def outputs(source, notebook) -> list[str]:
+    """Outputs are stored, of this code, and come from one run from top to bottom."""
+    problems = []
+    recorded = notebook.metadata.get("companion", {}).get("source_sha256")
+    if recorded != source_hash(source):
+        problems.append("the stored outputs are older than the code: run `make notebooks`")
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    counts = [c.execution_count for c in code]
+    if counts != list(range(1, len(code) + 1)):
+        problems.append(f"not every cell was executed, or not in order: execution counts {counts}")
+    for i, cell in enumerate(notebook.cells):
+        if (
+            cell.cell_type == "code"
+            and not cell.outputs
+            and re.search(r"^print\(|^plt\.show\(", cell.source, re.M)
+        ):
+            problems.append(f"cell {i}: prints or draws, but no output is stored")
+    return problems
+
+
+def cells(notebook) -> list[str]:
+    """Size and tags of cells, and plain Markdown only."""
+    problems = []
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    if not code or code[0].source.strip() != SETUP or "setup" not in tags(code[0]):
+        problems.append("the first code cell is not the set-up cell of tools/notebooks.py, tagged `setup`")
+    for i, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code":
+            if (lines := len(cell.source.splitlines())) > MAX_LINES:
+                problems.append(f"cell {i}: {lines} lines of code, at most {MAX_LINES}")
+            if ("measurement" in tags(cell)) != ("nbval-ignore-output" in tags(cell)):
+                problems.append(
+                    f"cell {i}: `measurement` and `nbval-ignore-output` go together, got {tags(cell)}"
+                )
+            if "NBVAL" in cell.source or "nbval-skip" in tags(cell):
+                problems.append(f"cell {i}: a cell may not leave itself out of the run")
+        elif cell.cell_type == "markdown":
+            text = without_code(cell.source)
+            problems += [f"cell {i}: {what} is left visible" for what, p in RAW.items() if p.search(text)]
+    return problems
+
+
+def figures(notebook) -> list[str]:
+    """Every picture says in words what it shows: alt text in its cell, and a caption below."""
+    problems = []
+    for i, cell in enumerate(notebook.cells):
+        if not any(kind in out.get("data", {}) for out in cell.get("outputs", []) for kind in IMAGES):
+            continue
+        alt = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
+        if len(alt.split()) < 5:
+            problems.append(f"cell {i}: a figure without alt text (mystnb.image.alt), got {alt!r}")
+        after = notebook.cells[i + 1].source if i + 1 < len(notebook.cells) else ""
+        if not after.startswith("**Figure.**"):
+            problems.append(f"cell {i}: a figure not followed by a paragraph that starts with **Figure.**")
+        if all(t.startswith("<Figure") for j in (i - 1, i, i + 1) for t in _texts(notebook, j)):
+            problems.append(f"cell {i}: the numbers that the figure draws are not printed beside it")
+    return problems
+
+
+def _texts(notebook, i: int) -> list[str]:
+    inside = 0 <= i < len(notebook.cells)
+    return [t for out in notebook.cells[i].get("outputs", []) for t in output_texts(out)] if inside else []
+
+
+def frame(notebook) -> list[str]:
+    """Title, question, goals, the headings in order, the takeaway, the length."""
+    problems = []
+    first = notebook.cells[0]
+    if first.cell_type != "markdown" or not first.source.startswith("# "):
+        problems.append("the first cell does not start with the title")
+    text = "\n\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    before = text.split("\n## ")[0]
+    for part in ("**Question.**", "**You will be able to**"):
+        if part not in before:
+            problems.append(f"{part} is not said before the first heading")
+    if len(re.findall(r"^# ", without_code(text), re.M)) != 1:
+        problems.append("a chapter has one title (`# `)")
+    found = re.findall(r"^## (.+?)\s*$", without_code(text), re.M)
+    places = [next((n for n, h in enumerate(found) if h.startswith(want)), None) for want in FRAME]
+    for want, place in zip(FRAME, places):
+        if place is None:
+            problems.append(f"the heading `## {want}` is missing")
+    if None not in places and places != sorted(places):
+        problems.append(f"the headings of the frame are out of order: {found}")
+    if places[0] not in (0, None):
+        problems.append(f"`## {FRAME[0]}` is not the first heading")
+    if "> **Takeaway.**" not in text:
+        problems.append("no takeaway box: a quote that starts with `> **Takeaway.**`")
+    if (words := count_words(text)) not in WORDS:
+        problems.append(f"{words} words of prose, accepted: {WORDS.start} to {WORDS.stop - 1}")
+    return problems
+
+
+def exercises(notebook) -> list[str]:
+    """Three to six, numbered, with difficulty and minutes; each with an executed, asserted solution."""
+    problems, numbers, solved = [], [], {}
+    for i, cell in enumerate(notebook.cells):
+        if cell.cell_type == "markdown":
+            numbers += [int(m.group(1)) for m in EXERCISE.finditer(cell.source)]
+            heads = re.findall(r"^### Exercise.*$", cell.source, re.M)
+            if len(heads) != len(EXERCISE.findall(cell.source)):
+                problems.append(f"cell {i}: {heads} should read like `### Exercise 1 (easy, five minutes)`")
+            if len(heads) > 1:
+                problems.append(
+                    f"cell {i}: two exercises in one cell, so a solution cannot stand between them"
+                )
+        elif "solution" in tags(cell):
+            if "hide-cell" not in tags(cell) or not cell.metadata.get("jupyter", {}).get("source_hidden"):
+                problems.append(f"cell {i}: a solution is tagged hide-cell and has jupyter.source_hidden")
+            if numbers and re.search(r"^\s*assert ", cell.source, re.M):
+                solved[numbers[-1]] = True
+    if numbers != list(range(1, len(numbers) + 1)) or len(numbers) not in EXERCISES:
+        problems.append(f"exercises are numbered {numbers}, accepted: 1, 2, ... with three to six of them")
+    problems += [f"exercise {n} has no executed solution with an assert" for n in numbers if n not in solved]
+    return problems
+
+
+def links(notebook) -> list[str]:
+    """Links inside the project lead somewhere, and citations to an entry of the references."""
+    problems = []
+    entries = anchors(ROOT / "book" / "references.md")
+    for i, cell in enumerate(notebook.cells):
+        if cell.cell_type != "markdown":
+            continue
+        for target in re.findall(r"\]\(([^)\s]+)\)", without_code(cell.source)):
+            path, _, anchor = target.partition("#")
+            if re.match(r"https?:|mailto:", target) or not path:
+                continue
+            if not (NOTEBOOKS / path).exists():
+                problems.append(f"cell {i}: the link {target} leads nowhere")
+            elif path.endswith("references.md") and anchor and anchor not in entries:
+                problems.append(f"cell {i}: the references have no entry {anchor}")
+    return problems
+
+
+def anchors(page: Path) -> set[str]:
+    """The targets that a page offers to links."""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    targets = re.findall(r'<a (?:id|name)="([\w-]+)"|^\(([\w-]+)\)=', text, re.M)
+    return {a or b for a, b in targets}
+
+
+def without_code(text: str) -> str:
+    """Markdown without its code blocks and code spans; roles such as {ref}`x` and directives stay."""
+    text = re.sub(r"^(```+|~~~+)(?!\{).*?^\1\s*$", "", text, flags=re.M | re.S)
+    return re.sub(r"(?<![`}])`[^`\n]+`", "", text)
+
+
+def count_words(text: str) -> int:
+    """Words of prose: no code, no display mathematics, no tables, no HTML tags."""
+    text = re.sub(r"^```.*?^```\s*$|\$\$.*?\$\$", " ", text, flags=re.M | re.S)
+    text = re.sub(r"^\|.*$|<[^>]+>", " ", text, flags=re.M)
+    text = re.sub(r"\]\([^)]*\)", "] ", text)
+    return len(re.findall(r"[A-Za-z][\w'’-]*|\d[\d.,]*", text))
