@@ -153,9 +153,10 @@ def _check_scaling(kind: Any, scaling: dict[str, Any], theta: Number, partial: N
         raise ValueError(
             f"scaling of type {kind!r} lacks {', '.join(missing)}; needed: {', '.join(SCALINGS[kind])}"
         )
-    optional = ("beta_fast", "beta_slow", "attention_factor")
-    for field in SCALINGS[kind] + (optional if kind == "yarn" else ()):
-        if scaling.get(field) is not None:
+    for field in SCALINGS[kind]:
+        _positive(f"scaling[{field!r}]", scaling[field])
+    for field in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        if kind == "yarn" and scaling.get(field):  # None and 0 mean "not given", as in transformers
             _positive(f"scaling[{field!r}]", scaling[field])
     for field, name, given in (("rope_theta", "theta", theta), ("partial_rotary_factor", "partial", partial)):
         if scaling.get(field, given) not in (None, given):
@@ -214,7 +215,7 @@ def _yarn_ramp(rot_dim: int, theta: Number, scaling: dict[str, Any]) -> Tensor:
 
 def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
     """The temperature of YaRN, section 3.4, as a factor on cos and sin (so its square is on the scores)."""
-    if scaling.get("attention_factor") is not None:
+    if scaling.get("attention_factor"):
         return float(scaling["attention_factor"])
     factor = scaling["factor"]
 

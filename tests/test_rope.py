@@ -1,4 +1,4 @@
-"""companion.rope against transformers (bit for bit where the arithmetic is the same) and against its properties."""
+"""companion.rope against transformers, bit for bit in float32, and against its own properties."""
 
 import copy
 import inspect
@@ -39,7 +39,8 @@ CASES = {
     "deepseek-v2-lite": ({**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.2}, 1e4),
     "yarn, its own attention factor": ({**YARN, "attention_factor": 1.7}, 1e4),
     "yarn, factor below 1": ({**YARN, "factor": 0.5}, 1e4),
-    "yarn, no ramp": ({**YARN, "beta_fast": 8, "beta_slow": 8, "truncate": False}, 1e4),
+    "yarn, a jump": ({**YARN, "beta_fast": 8, "beta_slow": 8, "truncate": False}, 1e4),
+    "yarn, no room for a ramp": ({**YARN, "original_max_position_embeddings": 6}, 1e4),
 }
 
 
@@ -225,6 +226,8 @@ def test_float64_uses_float64_angles():
     for got, f in zip(precise[0].tolist(), rope.inv_freq.tolist()):
         assert got == pytest.approx(math.cos(100_003 * f), abs=1e-10)
     assert 1e-4 < (cos - precise).abs().max() < 1e-2  # what float32 angles cost so far out
+    again, _ = Rope(64, theta=1e4).cos_sin(far, dtype=torch.float64)  # in either order
+    assert torch.equal(again, precise) and torch.equal(rope.cos_sin(far)[0], cos)
     x = rand(1, 1, 1, 64, dtype=torch.float64)
     assert torch.equal(rope(x, far), rope.apply(x, *rope.cos_sin(far, dtype=torch.float64)))
 
@@ -305,8 +308,8 @@ def test_a_missing_or_bad_field_is_named(kind, field):
             Rope(64, theta=1e4, scaling={**full, field: bad})
 
 
-@pytest.mark.parametrize("field", ["attention_factor", "beta_fast", "beta_slow"])
-@pytest.mark.parametrize("bad", [0, -1.0, NAN])
+@pytest.mark.parametrize("field", ["attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"])
+@pytest.mark.parametrize("bad", [-1.0, NAN, INF])
 def test_a_bad_optional_field_of_yarn_is_named(field, bad):
     with pytest.raises(ValueError, match=field):
         Rope(64, theta=1e4, scaling={**YARN, field: bad})

@@ -1,13 +1,16 @@
-"""The book's own Sphinx extension: assets inside or from a CDN, anchors, and the API reference."""
+"""The book's own Sphinx extension: where MathJax comes from, chapter numbers, anchors, the reference."""
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.environment.collectors.toctree import TocTreeCollector
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.apidoc import expand
 
 ROOT = Path(__file__).resolve().parent.parent
 CDN = "https://cdn.jsdelivr.net/npm/mathjax@3.2.2/es5/tex-chtml.js"
@@ -34,59 +37,57 @@ def offer_anchors(app, doctree) -> None:
             slugs[name] = (raw.line or 0, name, name)
 
 
-def markdown_docstring(app, what, name, obj, options, lines) -> None:
-    """The docstrings are written for people, in plain text with `code`: make that safe reStructuredText."""
-    out = []
-    for block in re.split(r"\n\s*\n", "\n".join(lines)):
-        rows = block.rstrip().splitlines()
-        if not rows:
-            continue
-        plain = all(row[:1] != " " for row in rows) and not any(re.match(r"[-*\d.]+ ", row) for row in rows)
-        out += [row if plain else "| " + row for row in map(_escape, rows)] + [""]
-    lines[:] = out
+def write_reference(app, docname: str, source: list[str]) -> None:
+    """Put the package's reference where a page asks for it."""
+    options = app.config.html_theme_options
+    source[0] = expand(source[0], f"{options['repository_url']}/blob/{options['repository_branch']}")
 
 
-def _escape(row: str) -> str:
-    """Backticks become literals; what else reStructuredText would read as markup is escaped."""
-    pieces = re.split(r"(``[^`]+``|`[^`]+`)", row)
-    for i, piece in enumerate(pieces):
-        if i % 2:
-            pieces[i] = "``" + piece.strip("`").strip() + "``"
-        else:
-            pieces[i] = re.sub(r"([\\*|`])|(?<=\w)_(?=\W|$)", lambda m: "\\" + m.group(0), piece)
-            if i + 1 < len(pieces) and pieces[i] and pieces[i][-1].isalnum():
-                pieces[i] += "\\ "  # a literal needs a boundary before it
-            if i and pieces[i] and pieces[i][0].isalnum():
-                pieces[i] = "\\ " + pieces[i]
-    indent = len(row) - len(row.lstrip(" "))
-    return " " * indent + "".join(pieces).strip() if row.strip() else ""
+def watch_package(app, env, added, changed, removed) -> set[str]:
+    """The reference follows the package, so its page is read again in every build."""
+    return {name for name in env.all_docs if name.endswith("/api")}
 
 
-def source_link(domain: str, info: dict) -> str | None:
-    """The lines on GitHub of one documented object."""
-    obj = sys.modules.get(info["module"]) if domain == "py" else None
-    try:
-        for part in info["fullname"].split("."):
-            obj = getattr(obj, part)
-        obj = inspect.unwrap(obj)
-        lines, start = inspect.getsourcelines(obj)
-        path = Path(inspect.getsourcefile(obj)).relative_to(ROOT)
-    except (AttributeError, TypeError, ValueError, OSError):
-        return None  # a constant, or something that is not ours
-    return f"{source_link.base}/{path.as_posix()}#L{start}-L{start + len(lines) - 1}"
+def number_by_file(app) -> None:
+    """A chapter has the number of its file, so that "chapter 4" in the text is 4 in the margin too."""
+    plain = TocTreeCollector.assign_section_numbers
+    if getattr(plain, "by_file", False):
+        return
+
+    def assign(self, env):
+        changed = plain(self, env)
+        for name, numbers in env.toc_secnumbers.items():
+            if not (found := re.search(r"(?:^|/)(\d\d)_[^/]*$", name)):
+                continue
+            first = int(found.group(1))
+            for anchor, number in numbers.items():
+                numbers[anchor] = number and (first, *number[1:])
+            for node in (env.titles[name], *env.tocs[name].findall(nodes.reference)):
+                if node.get("secnumber"):
+                    node["secnumber"] = [first, *node["secnumber"][1:]]
+        return changed
+
+    assign.by_file = True
+    TocTreeCollector.assign_section_numbers = assign
+
+
+def leave_out_thebe(app, pagename, templatename, context, doctree) -> None:
+    """Jupyter Book adds the scripts of Thebe, twice, with an outside address; the book does not use it."""
+    seen, kept = set(), []
+    for script in context.get("script_files", []):
+        attributes = getattr(script, "attributes", {})
+        text = f"{getattr(script, 'filename', script)} {attributes.get('body')}"
+        if "thebe" not in text.lower() and text not in seen:
+            kept.append(script)
+        seen.add(text)
+    context["script_files"] = kept
 
 
 def setup(app) -> dict:
-    sys.path.insert(0, str(ROOT))
     app.connect("config-inited", choose_mathjax)
-    app.connect("config-inited", _repository)
+    app.connect("builder-inited", number_by_file)
+    app.connect("html-page-context", leave_out_thebe, priority=900)
+    app.connect("source-read", write_reference)
     app.connect("doctree-read", offer_anchors)
-    app.connect("autodoc-process-docstring", markdown_docstring)
+    app.connect("env-get-outdated", watch_package)
     return {"parallel_read_safe": True, "env_version": 1}
-
-
-def _repository(app, config) -> None:
-    """The address is written once, in _config.yml."""
-    options = config.html_theme_options
-    source_link.base = f"{options['repository_url']}/blob/{options['repository_branch']}"
-    config.linkcode_resolve = source_link

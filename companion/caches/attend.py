@@ -18,7 +18,9 @@ from ..attention import sdpa
 
 
 def decode_packed(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None) -> Tensor:
-    """One query per row over all S keys: q (B, Hq, 1, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) -> (B, Hq, 1, Dv).
+    """One query per row over all S keys.
+
+    q (B, Hq, 1, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) -> (B, Hq, 1, Dv).
 
     Grouped query heads become the rows of one product per key head. It pays where torch's own kernel reads
     a key once per query head: 2 to 3 times at group 4 and width 128; about 1.3 times at group 3 and width 64.
@@ -48,7 +50,9 @@ def attend(q, k, v, *, starts, stops, window, softmax_scale, softcap, sinks, ret
                 k, v = k[:, :, n - window :], v[:, :, n - window :]
             return decode_packed(q, k, v, softmax_scale=softmax_scale)
         if S == n and short:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True
+            )
     seen = visible_slots(starts, stops, S, n, window, q.device)
     if plain and n and S:
         # A row without any token would be 0 / 0; its slots are zeros, so seeing them all gives 0.

@@ -6,8 +6,8 @@ reads them. Sliding layers are stored whole too; their window is applied when at
 
 import torch
 
-from .base import Cache
 from .attend import attend
+from .base import Cache
 
 
 class ContiguousCache(Cache):
@@ -57,7 +57,9 @@ class ContiguousCache(Cache):
 
     @property
     def nbytes_used(self):
-        per_token = [(k.nbytes + v.nbytes) // (self.batch * self.max_tokens) for k, v in zip(self._k, self._v)]
+        per_token = [
+            (k.nbytes + v.nbytes) // (self.batch * self.max_tokens) for k, v in zip(self._k, self._v)
+        ]
         return sum(size * sum(rows) for size, rows in zip(per_token, self._rows))
 
     def _drop(self, layer, row, start, stop):

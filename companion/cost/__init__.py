@@ -1,4 +1,12 @@
-"""What a model costs: bytes, FLOPs and predicted time, from its shape alone. Standard library only."""
+"""What a model costs: bytes, FLOPs and predicted time, from its shape alone. Standard library only.
+
+    from companion.cost import models, kv_bytes, size
+    kv_bytes("llama-3.1-8b", 8192)                             # 1_073_741_824
+    size("llama-3.1-8b", "h100-sxm", batch=8, context=32768)   # does it fit, how many users, how fast
+
+Bytes are integers. `models` and `hardware` are read-only tables whose rows carry their sources; every
+function takes a name from them or a spec of one's own.
+"""
 
 from .counts import (
     ParameterCount,
@@ -10,6 +18,17 @@ from .counts import (
 )
 from .devices import HardwareSpec
 from .dtypes import BITS, bits_per_value
+from .flops import (
+    attention_crossover,
+    attention_flops_per_key,
+    attention_intensity,
+    compute_bound_context,
+    decode_attention_flops,
+    decode_flops,
+    intensity,
+    prefill_attention_flops,
+    prefill_flops,
+)
 from .memory import (
     cached_values,
     kv_bytes,
@@ -19,5 +38,55 @@ from .memory import (
     weight_bytes,
     weight_bytes_read,
 )
+from .page import live
 from .registry import UnknownName, hardware, models
+from .sizing import Sizing, size
 from .spec import MLASpec, ModelSpec, MoESpec
+from .stacked import Bar, Crossings, budget, crossings
+from .step import StepCost, cache_equals_weights, decode_step, prefill, share_of_cache
+
+__all__ = [
+    "BITS",
+    "Bar",
+    "Crossings",
+    "HardwareSpec",
+    "MLASpec",
+    "MoESpec",
+    "ModelSpec",
+    "ParameterCount",
+    "Sizing",
+    "StepCost",
+    "UnknownName",
+    "active_parameters",
+    "attention_crossover",
+    "attention_flops_per_key",
+    "attention_intensity",
+    "bits_per_value",
+    "budget",
+    "cache_equals_weights",
+    "cached_values",
+    "compute_bound_context",
+    "crossings",
+    "decode_attention_flops",
+    "decode_flops",
+    "decode_step",
+    "experts_touched",
+    "hardware",
+    "intensity",
+    "kv_bytes",
+    "kv_bytes_per_token",
+    "kv_fixed_bytes",
+    "kv_growth_per_token",
+    "live",
+    "matmul_parameters",
+    "models",
+    "parameter_count",
+    "parameters",
+    "prefill",
+    "prefill_attention_flops",
+    "prefill_flops",
+    "share_of_cache",
+    "size",
+    "weight_bytes",
+    "weight_bytes_read",
+]

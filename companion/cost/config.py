@@ -245,7 +245,9 @@ def parse_config(config: Mapping | str | os.PathLike, name: str | None = None) -
     fixed = dict(FIXED.get(family, {}))
     for field in _UNSUPPORTED:
         if data.get(field):
-            raise ValueError(f"{read.owner}: {field} is set; layers without a cache of their own aren't supported")
+            raise ValueError(
+                f"{read.owner}: {field} is set; layers without a cache of their own aren't supported"
+            )
     if read.flag("is_encoder_decoder"):
         raise ValueError(f"{read.owner}: is_encoder_decoder must be false; only decoders are counted")
 

@@ -38,7 +38,11 @@ DEFAULTS: dict[str, dict] = {
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3_text": _GEMMA3_TEXT,
-    "gpt2": {"tie_word_embeddings": True, "hidden_activation": "gelu_new", "attention_bias": True, "mlp_bias": True},
+    "gpt2": {
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_new",
+        "use_bias": True,
+    },
     "gpt_oss": {"sliding_window": 128, "sliding_window_pattern": 2, "attention_bias": True, "head_dim": 64},
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
     "ministral": {"sliding_window": 4096, "num_key_value_heads": 8},

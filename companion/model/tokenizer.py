@@ -1,7 +1,7 @@
 """Text to token ids and back, by the `tokenizers` library; chat templates by jinja2.
 
-A byte-level BPE splits text into pieces by a pattern before it merges bytes. The pattern is part of the model:
-SmolLM2 was trained with every digit on its own, and the same merges without that split give other ids.
+A byte-level BPE splits text into pieces by a pattern before it merges bytes. The pattern is part of the
+model: SmolLM2 was trained with every digit on its own, and without that split the same merges give other ids.
 """
 
 import json
@@ -49,7 +49,9 @@ class Tokenizer:
         kind, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "gpt-2")
         if kind != "gpt2" or pre not in PATTERNS:
             known = ", ".join(PATTERNS)
-            raise ValueError(f"tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; accepted: gpt2 with {known}")
+            raise ValueError(
+                f"tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; accepted: gpt2 with {known}"
+            )
         missing = [k for k in ("tokens", "token_type", "merges") if f"tokenizer.ggml.{k}" not in meta]
         if missing:
             raise ValueError(f"the file lacks tokenizer.ggml.{missing[0]}")
@@ -66,7 +68,10 @@ class Tokenizer:
         ends = [] if eos is None else [eos]
         ends += [vocab[t] for t in special if t in _ENDS]
         bos = meta.get("tokenizer.ggml.bos_token_id")
-        names = {"bos_token": tokens[bos] if bos is not None else "", "eos_token": tokens[eos] if eos is not None else ""}
+        names = {
+            "bos_token": tokens[bos] if bos is not None else "",
+            "eos_token": tokens[eos] if eos is not None else "",
+        }
         return cls(
             backend,
             eos_ids=ends,
@@ -77,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """From `tokenizer.json`, with `tokenizer_config.json` and `generation_config.json` if they are there."""
+        """From `tokenizer.json`, and `tokenizer_config.json` and `generation_config.json` if they are there."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -91,7 +96,11 @@ class Tokenizer:
             ends += eos if isinstance(eos, list) else [] if eos is None else [eos]
         if text["eos_token"]:
             ends.append(backend.token_to_id(text["eos_token"]))
-        bos = backend.token_to_id(text["bos_token"]) if text["bos_token"] and config.get("add_bos_token") else None
+        bos = (
+            backend.token_to_id(text["bos_token"])
+            if text["bos_token"] and config.get("add_bos_token")
+            else None
+        )
         template = config.get("chat_template")
         if template is None and (folder / "chat_template.jinja").is_file():
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")

@@ -1,0 +1,133 @@
+"""Choosing the next token from logits.
+
+The order is the usual one: temperature, then top-k, top-p and min-p, each on what the one before has left.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Number = int | float
+
+
+def probabilities(
+    logits: Float[Tensor, "B V"],
+    *,
+    temperature: Number = 1.0,
+    top_k: int = 0,
+    top_p: Number = 1.0,
+    min_p: Number = 0.0,
+) -> Float[Tensor, "B V"]:
+    """The distribution that a sampler draws from, (B, V), rows summing to 1.
+
+    temperature: divides the logits; 0 puts all mass on the largest (the lowest id among equals).
+    top_k: keep the k likeliest tokens, the lowest ids among equals; 0 keeps all.
+    top_p: keep the likeliest tokens until their mass reaches p; the token that crosses p is kept (Holtzman
+        et al. 2020). min_p: drop tokens less likely than min_p times the likeliest.
+
+    float32, or float64 for float64 logits. Raises ValueError for options out of range and for logits with
+    NaN, +inf, or nothing but -inf.
+    """
+    check_options(temperature, top_k, top_p, min_p)
+    check_logits(logits)
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature == 0:
+        return torch.zeros_like(x).scatter_(1, greedy(logits)[:, None], 1.0)
+    x = (x - x.amax(dim=-1, keepdim=True)) / temperature  # the largest is 0: nothing can overflow
+    p = torch.softmax(x, dim=-1)
+    if not top_k and top_p == 1 and not min_p:
+        return p
+    ranked, order = torch.sort(p, dim=-1, descending=True, stable=True)
+    keep = torch.ones_like(ranked, dtype=torch.bool)
+    if top_k:
+        keep[:, top_k:] = False
+        ranked = ranked / ranked[:, :top_k].sum(dim=-1, keepdim=True)
+    if top_p < 1:
+        before = ranked.cumsum(dim=-1) - ranked  # mass of the likelier tokens
+        keep &= before < top_p
+    if min_p:
+        keep &= ranked >= min_p * ranked[:, :1]
+    keep[:, 0] = True  # rounding must not empty a row
+    p = torch.zeros_like(p).scatter_(1, order, torch.where(keep, ranked, 0.0))
+    return p / p.sum(dim=-1, keepdim=True)
+
+
+def greedy(logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+    """The likeliest token of each row, (B,); the lowest id among equals. A sampler like any other."""
+    check_logits(logits)
+    best = logits.amax(dim=-1, keepdim=True)
+    return (logits == best).int().argmax(dim=-1)
+
+
+class Sampler:
+    """Draws one token per row: `Sampler(temperature=0.8, top_p=0.95, seed=0)(logits) -> ids`.
+
+    seed: an integer, or one for each row of the batch; row b of an integer seed draws with seed + b. A row
+    with the same seed draws the same tokens whatever batch it is in. None takes fresh randomness.
+
+    Raises ValueError, at construction, for options out of range (see `probabilities`).
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: Number = 1.0,
+        top_k: int = 0,
+        top_p: Number = 1.0,
+        min_p: Number = 0.0,
+        seed: int | Sequence[int] | None = None,
+    ):
+        check_options(temperature, top_k, top_p, min_p)
+        self.options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        self.seed = seed
+        self._generators: list[torch.Generator] = []
+
+    def __repr__(self) -> str:
+        return f"Sampler({', '.join(f'{k}={v}' for k, v in self.options.items())}, seed={self.seed})"
+
+    def __call__(self, logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+        p = probabilities(logits, **self.options)
+        # Inverse of the cumulative sum: one uniform number per row, on the CPU, the same on every device.
+        draw = torch.tensor([torch.rand((), generator=g).item() for g in self._rows(len(p))], device=p.device)
+        total = p.double().cumsum(dim=-1)
+        ids = torch.searchsorted(total, draw.double()[:, None] * total[:, -1:], right=True)[:, 0]
+        last = p.shape[-1] - 1 - (p.flip(-1) > 0).int().argmax(dim=-1)  # rounding must not pass the last one
+        return torch.minimum(ids, last)
+
+    def _rows(self, n: int) -> list[torch.Generator]:
+        if isinstance(self.seed, Sequence) and len(self.seed) != n:
+            raise ValueError(f"seed has {len(self.seed)} entries; the batch has {n} rows")
+        for b in range(len(self._generators), n):
+            g = torch.Generator()
+            if self.seed is None:
+                g.seed()
+            else:
+                g.manual_seed(self.seed[b] if isinstance(self.seed, Sequence) else self.seed + b)
+            self._generators.append(g)
+        return self._generators[:n]
+
+
+def check_options(temperature: Number, top_k: int, top_p: Number, min_p: Number) -> None:
+    """Raise a ValueError for a sampling option out of its range; NaN is out of every range."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}; need a finite number, 0 or more")
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
+        raise ValueError(f"top_k={top_k}; need an integer, 0 (all tokens) or more")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}; need a number above 0 and at most 1")
+    if not 0 <= min_p < 1:
+        raise ValueError(f"min_p={min_p}; need a number from 0 to below 1")
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise a ValueError for logits that no token can be chosen from."""
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}; need (B, V) with V of at least 1")
+    best = logits.amax(dim=-1)  # NaN wins every maximum
+    if not torch.isfinite(best).all():
+        row = int((~torch.isfinite(best)).int().argmax())
+        what = "NaN" if best[row].isnan() else "+inf" if best[row] > 0 else "nothing but -inf"
+        raise ValueError(f"logits of row {row} hold {what}; no token can be chosen")

@@ -1,0 +1,141 @@
+"""The reference page: signatures and docstrings read from the source, so that a build needs no torch.
+
+A page names a module in a comment, `<!-- api: companion.attention -->`; in its place come the module's
+public functions and classes as Markdown. Docstrings are plain text with `code` in backticks.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ITEM = re.compile(r"[`\w][\w`, /=.-]{0,40}: \S")  # `width: inches`
+MARKER = re.compile(r"^<!-- api: ([\w.]+) -->$", re.M)
+
+
+def expand(text: str, source_url: str, root: Path = ROOT) -> str:
+    """The page with every marker replaced by its module's reference."""
+    return MARKER.sub(lambda m: module(m.group(1), source_url, root), text)
+
+
+def module(name: str, source_url: str, root: Path = ROOT) -> str:
+    """Markdown for one module or package; an unknown module or name is an error."""
+    base = root / name.replace(".", "/")
+    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    parts = [prose(ast.get_docstring(tree) or "")]
+    for where, node in public(path, tree):
+        url = f"{source_url}/{where.relative_to(root).as_posix()}#L{node.lineno}-L{node.end_lineno}"
+        parts.append(klass(node, url) if isinstance(node, ast.ClassDef) else function(node, url))
+    return "\n\n".join(p for p in parts if p)
+
+
+def public(path: Path, tree: ast.Module):
+    """(file, node) of each public function and class, those that a package takes from its files included."""
+    listed = next((ast.literal_eval(n.value) for n in tree.body if _assigns(n, "__all__")), None)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+            file = path.parent / f"{node.module.replace('.', '/')}.py"
+            inside = {n.name: n for n in ast.parse(file.read_text(encoding="utf-8")).body if _documented(n)}
+            for name in (a.name for a in node.names):
+                if name in inside and (listed is None or name in listed):
+                    yield file, inside[name]
+        elif _documented(node) and (not node.name.startswith("_") if listed is None else node.name in listed):
+            yield path, node
+
+
+def _assigns(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.Assign) and any(
+        isinstance(t, ast.Name) and t.id == name for t in node.targets
+    )
+
+
+def _documented(node: ast.stmt) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.ClassDef))
+
+
+def function(node: ast.FunctionDef, url: str) -> str:
+    return f"### {node.name}\n\n```python\n{signature(node)}\n```\n\n{docs(node)}\n\n[source]({url})"
+
+
+def klass(node: ast.ClassDef, url: str) -> str:
+    """A class: its fields if it is a dataclass, how it is made, and its public methods."""
+    lines, methods = [f"class {node.name}" + _bases(node)], []
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_":
+            lines.append(f"    {ast.unparse(item)}")
+        elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            lines.append("    " + signature(item).replace("\n", "\n    "))
+        elif isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
+            methods.append(method(item))
+    body = f"### {node.name}\n\n```python\n" + "\n".join(lines) + f"\n```\n\n{docs(node)}"
+    return "\n\n".join([body, *methods, f"[source]({url})"])
+
+
+def _bases(node: ast.ClassDef) -> str:
+    return f"({', '.join(map(ast.unparse, node.bases))}):" if node.bases else ":"
+
+
+def method(node: ast.FunctionDef) -> str:
+    """One method: its call without the types, then its docstring; a property has no call."""
+    kinds = [ast.unparse(d) for d in node.decorator_list]
+    call = node.name
+    if not any("property" in k for k in kinds):
+        call += f"({', '.join(_bare(node.args, skip_first='staticmethod' not in kinds))})"
+    return f"**`{call}`**\n\n{docs(node)}"
+
+
+def _bare(args: ast.arguments, *, skip_first: bool) -> list[str]:
+    positional = [a.arg for a in args.posonlyargs + args.args]
+    values = [f"={ast.unparse(d)}" for d in args.defaults]
+    named = [a + d for a, d in zip(positional, [""] * (len(positional) - len(values)) + values)][skip_first:]
+    named += [f"*{args.vararg.arg}"] if args.vararg else ["*"] if args.kwonlyargs else []
+    named += [a.arg + (f"={ast.unparse(d)}" if d else "") for a, d in zip(args.kwonlyargs, args.kw_defaults)]
+    return named + ([f"**{args.kwarg.arg}"] if args.kwarg else [])
+
+
+def signature(node: ast.FunctionDef) -> str:
+    """`name(arguments) -> type`, one argument a line when it is long."""
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    short = f"{node.name}({ast.unparse(node.args)}){returns}"
+    if len(short) <= 88:
+        return short
+    # one argument a line: cut at the commas that are outside of brackets and quotes
+    pieces, depth, quote, start, text = [], 0, "", 0, ast.unparse(node.args)
+    for i, c in enumerate(text):
+        if quote:
+            quote = "" if c == quote else quote
+        elif c in "'\"":
+            quote = c
+        elif c in "([{":
+            depth += 1
+        elif c in ")]}":
+            depth -= 1
+        elif c == "," and depth == 0:
+            pieces.append(text[start:i].strip())
+            start = i + 1
+    pieces.append(text[start:].strip())
+    return f"{node.name}(\n" + "".join(f"    {p},\n" for p in pieces) + f"){returns}"
+
+
+def docs(node) -> str:
+    return prose(ast.get_docstring(node) or "")
+
+
+def prose(text: str) -> str:
+    """A docstring as Markdown: lines like `name: what it is` become a list, `*args` stays as written."""
+    lines, in_code = [], False
+    for line in text.splitlines():
+        in_code = line.startswith("    ") if line.strip() else in_code
+        last = lines[-1] if lines else ""
+        if not in_code:
+            pieces = re.split(r"(`+[^`]+`+)", line)
+            line = "".join(p if i % 2 else re.sub(r"([*<$|\[\]])", r"\\\1", p) for i, p in enumerate(pieces))
+            if ITEM.match(line):
+                line = f"- {line}" if last[:1] in ("", "-", " ") else f"\n- {line}"
+            elif line.startswith("  ") and not last.strip():
+                line = line.lstrip()
+        lines.append(line)
+    return "\n".join(lines)
