@@ -126,9 +126,8 @@ def merge_partials(
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}; need ({lse.shape[1]},), one per head")
         total = torch.logaddexp(lse, sinks.to(dtype).view(-1, *[1] * (lse.ndim - 2)).expand_as(lse))
     weights = torch.exp(lses - _finite_base(total))
-    parts = outs.to(dtype).masked_fill(
-        (lses == -math.inf)[..., None], 0.0
-    )  # an empty split may hold anything
+    empty = (lses == -math.inf)[..., None]
+    parts = outs.to(dtype).masked_fill(empty, 0.0)  # an empty split may hold anything, NaN included
     return (weights[..., None] * parts).sum(dim=0).to(outs.dtype), lse
 
 

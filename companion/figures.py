@@ -101,14 +101,16 @@ def figure(width: str = "full", height: float = 2.8, **subplots) -> tuple[Figure
     return plt.subplots(figsize=(WIDTHS[width], height), **subplots)
 
 
-def label_line(ax: Axes, line: Line2D, text: str | None = None, *, x=None, offset=(6, 0), **kw) -> Annotation:
+def label_line(
+    ax: Axes, line: Line2D | list[Line2D], text: str | None = None, *, x=None, offset=(6, 0), **kw
+) -> Annotation:
     """Write the name of a line beside it, in its colour (darkened until it reads as text).
 
     line: what `ax.plot` returned; `line, = ax.plot(...)` or the list itself.
     text: default is the line's label. x: a value on the x axis; default is the line's last point.
     offset: points to the right of and above that point.
     """
-    line = line[0] if isinstance(line, (list, tuple)) else line
+    line = line[0] if isinstance(line, list) else line
     xs, ys = line.get_xdata(), line.get_ydata()
     if len(xs) == 0:
         raise ValueError("line: got a line without points, accepted: one or more points")
@@ -135,18 +137,17 @@ def contrast(a: str, b: str) -> float:
 
 def readable(color: str, background: str = "white") -> str:
     """The colour, darkened until its contrast on the background is 4.5:1, what small text needs."""
-    rgb = to_rgb(color)
-    while contrast(rgb, background) < 4.5 and max(rgb) > 0:
-        rgb = tuple(max(0.0, c * 0.97 - 0.002) for c in rgb)
-    return to_hex(rgb)
+    dark = to_hex(color)
+    while contrast(dark, background) < 4.5 and dark != "#000000":
+        dark = to_hex([max(0.0, c * 0.97 - 0.004) for c in to_rgb(dark)])
+    return dark
 
 
 def format_bytes(n: float, *, binary: bool = True, both: bool = False, digits: int = 3) -> str:
     """Bytes for a reader: `16.0 GiB`, or `17.2 GB` (binary=False), or `16.0 GiB (17.2 GB)` (both=True)."""
     step, units = (1024, _UNITS[True]) if binary else (1000, _UNITS[False])
     value, i = float(n), 0
-    # 999.9 rounds up to the next unit, so the choice looks at the rounded figure
-    while abs(float(f"{value:.{digits}g}")) >= step and i < len(units) - 1:
+    while round(abs(value)) >= step and i < len(units) - 1:  # rounded: 1023.9 MiB is 1.00 GiB to a reader
         value, i = value / step, i + 1
     whole = f"{value:.0f}" if i == 0 or abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
     text = f"{whole} {units[i]}"

@@ -2,8 +2,8 @@
 
     python -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout 120 -n 2 --dist loadscope
 
-Pictures are left out because matplotlib draws a little differently from machine to machine; the numbers that a
-figure draws are printed beside it. A notebook without stored outputs is refused: nbval alone would pass it.
+Pictures are left out because matplotlib draws a little differently from machine to machine; the numbers that
+a figure draws are printed beside it. A notebook without stored outputs is refused: nbval alone would pass it.
 """
 
 import os

@@ -95,6 +95,7 @@ def normalise(notebook):
     """Leave only what is the same on every machine."""
     notebook.metadata["language_info"] = {"name": "python"}
     notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata["jupytext"] = {"formats": "ipynb,md:myst"}
     notebook.nbformat_minor = 5
     seen: set[str] = set()
     for cell in notebook.cells:

@@ -150,7 +150,7 @@ def _layer_types(read: _Reader, kind: str, layers: int) -> tuple[int | None, tup
             size = len(listed) if isinstance(listed, list | tuple) else listed
             raise ValueError(f"{read.owner}: layer_types must list num_hidden_layers={layers}, got {size!r}")
         for entry in listed:
-            if entry not in _LAYER_TYPES:
+            if not isinstance(entry, str) or entry not in _LAYER_TYPES:
                 accepted = ", ".join(_LAYER_TYPES)
                 raise ValueError(f"{read.owner}: layer_types may hold {accepted}; got {entry!r}")
         if "chunked_attention" in listed:  # a chunk is at most this long: an upper bound on the cache

@@ -13,8 +13,7 @@ from .registry import hardware, models
 
 
 def _row(table, name: str) -> dict:
-    table[name]  # an unknown name raises with its near ones
-    return {"name": name, **table.rows[name]}
+    return {"name": name, **table.row(name)}
 
 
 def _list(table) -> Callable:

@@ -43,6 +43,11 @@ class Table(Mapping, Generic[Spec]):
         self._file, self._what, self._build = file, what, build
         self._built: dict[str, Spec] = {}
 
+    def row(self, name: str) -> dict:
+        """The row of one name as stored; an unknown one raises like a look-up."""
+        self[name]
+        return self.rows[_plain(name)]
+
     @property
     def rows(self) -> dict[str, dict]:
         """The rows as stored: fields with their sources, marks and notes."""

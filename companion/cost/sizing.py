@@ -100,7 +100,7 @@ class _Room:
             return 0
         one = cached_values(self.model, self.rounded(context)) * self.share(1)  # a sequence, on a device
         sequences = int(8 * self.free // (one * bits_per_value(self.kv)))
-        return sequences * (self.devices if self.kv_sharding == "batch" else 1)
+        return (sequences + 1) * (self.devices if self.kv_sharding == "batch" else 1)
 
     def max_context(self, batch: int) -> int | None:
         if self.free < 0:
@@ -163,8 +163,8 @@ def size(
     fits = room.fits(batch, context)
     per_device = device.device_bytes - room.free + room.cache(batch, context)
     options = dict(
-        weight_dtype=weights, experts=experts, kv_dtype=kv, compute_dtype=compute_dtype, efficiency=efficiency,
-        devices=devices, kv_sharding=kv_sharding,
+        weight_dtype=weights, experts=experts, kv_dtype=kv, compute_dtype=compute_dtype,
+        efficiency=efficiency, devices=devices, kv_sharding=kv_sharding,
     )  # fmt: skip
     step = decode_step(model, device, batch, context, **options)
     first = prefill(model, device, context, **options)

@@ -207,9 +207,9 @@ def prefill(
     return _cost(
         "prefill", model, device, tokens=tokens * batch, batch=batch, context=cached + tokens,
         held=cached_values(model, cached + tokens, batch=batch, step=tokens), products=total - attention,
-        attention=attention, weight_dtype=weight_dtype, experts=experts, kv_dtype=kv_dtype, compute_dtype=compute_dtype,
-        efficiency=efficiency, compute_efficiency=compute_efficiency, devices=devices,
-        kv_sharding=kv_sharding, overhead_seconds=overhead_seconds,
+        attention=attention, weight_dtype=weight_dtype, experts=experts, kv_dtype=kv_dtype,
+        compute_dtype=compute_dtype, efficiency=efficiency, compute_efficiency=compute_efficiency,
+        devices=devices, kv_sharding=kv_sharding, overhead_seconds=overhead_seconds,
     )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """Text out of a stream of tokens, never half a character and never past a stop string."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Decodes(Protocol):
     """What is needed of a tokenizer here."""
 

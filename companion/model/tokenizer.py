@@ -82,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """From `tokenizer.json`, and `tokenizer_config.json` and `generation_config.json` if they are there."""
+        """From `tokenizer.json`, with the folder's configuration files if they are there."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():

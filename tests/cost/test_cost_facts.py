@@ -58,7 +58,7 @@ EXACT_PARAMETERS = {
     "phi-4": 14_659_507_200,
 }
 
-# name, total, active, input embedding in the active count; as printed by their authors, or to the digits known
+# name, total, active, input embedding in the active count; to the digits printed by their authors or known
 ROUNDED = [
     ("qwen3-30b-a3b", "30.53e9", "3.35e9", True),
     ("qwen3-235b-a22b", "235.09e9", "22.19e9", True),
@@ -131,7 +131,8 @@ def test_parts_sum_to_the_total():
 
 
 def test_head_dim_is_not_the_width_over_the_heads():
-    for name, naive in [("qwen3-30b-a3b", 64), ("gemma-2-9b", 224), ("gemma-3-27b", 168), ("gpt-oss-20b", 45)]:
+    naive_widths = {"qwen3-30b-a3b": 64, "gemma-2-9b": 224, "gemma-3-27b": 168, "gpt-oss-20b": 45}
+    for name, naive in naive_widths.items():
         model = models[name]
         assert model.d_model // model.heads == naive != model.head_dim
 

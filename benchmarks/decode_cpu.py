@@ -1,0 +1,193 @@
+"""Decode on a CPU: the companion against transformers, and grouped attention against torch's own.
+
+    python -m benchmarks.decode_cpu [--threads N] [--rounds N] [--out FILE]
+
+Same weights, same prompt, same threads, float32, batch 1. The paths take turns within one run, so that a busy
+minute hits all of them; ratios are per round, and the median round is reported with the extremes. Promises:
+decode at least 1.6 times transformers with its DynamicCache; packed attention at least 1.5 times
+scaled_dot_product_attention(enable_gqa=True) at 4096 keys and more. Numbers are in LEDGER.md.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from companion.caches import make_cache
+from companion.caches.attend import decode_packed
+from companion.cost import kv_bytes
+from companion.model import load
+
+from .machine import describe, read_bandwidth, timed
+from .twin import transformers_twin
+
+PROMPT = 512  # tokens
+STEPS = 8  # per path and round
+SHAPES = {
+    "smollm2-135m": (9, 3, 64),
+    "qwen3-8b": (32, 8, 128),
+    "llama-3.1-70b": (64, 8, 128),
+    "group 8, D 64": (16, 2, 64),
+}
+
+
+def row_major(model):
+    """The same decoder with every matrix in the usual memory order: what the layout buys."""
+    plain = copy.deepcopy(model)
+    for p in plain.parameters():
+        p.data = p.data.contiguous()
+    return plain
+
+
+class Companion:
+    def __init__(self, model):
+        self.model = model
+
+    def prefill(self, ids):
+        self.cache = make_cache("contiguous", self.model.spec, max_tokens=ids.shape[1] + 4096)
+        self.next = self.model(ids, self.cache, logits="last")[:, -1].argmax(-1, keepdim=True)
+
+    def step(self):
+        self.next = self.model(self.next, self.cache, logits="last")[:, -1].argmax(-1, keepdim=True)
+        return int(self.next)
+
+
+class Transformers:
+    def __init__(self, twin):
+        self.twin = twin
+
+    def prefill(self, ids):
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache()
+        self._run(ids)
+
+    def step(self):
+        self._run(self.next)
+        return int(self.next)
+
+    def _run(self, ids):
+        out = self.twin(input_ids=ids, cache=self.cache, use_cache=True, logits_to_keep=1)
+        self.next = out.logits[:, -1].argmax(-1, keepdim=True)
+
+
+def decode(rounds: int) -> dict:
+    model, _ = load("smollm2-135m")
+    paths = {
+        "companion": Companion(model),
+        "companion, row-major weights": Companion(row_major(model)),
+        "transformers, DynamicCache": Transformers(transformers_twin(model)),
+    }
+    ids = torch.randint(3, model.spec.vocab, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    prefill_s, per_round, tokens = {}, {name: [] for name in paths}, {name: [] for name in paths}
+    for name, path in paths.items():
+        start = time.perf_counter()
+        path.prefill(ids)
+        prefill_s[name] = time.perf_counter() - start
+        path.step()
+    every = {name: [] for name in paths}
+    for _ in range(rounds):
+        for name, path in paths.items():
+            seconds = []
+            for _ in range(STEPS):
+                start = time.perf_counter()
+                tokens[name].append(path.step())
+                seconds.append(time.perf_counter() - start)
+            every[name] += seconds
+            per_round[name].append(statistics.median(seconds))
+    assert len({tuple(t) for t in tokens.values()}) == 1, "the paths chose different tokens"
+    bandwidth = read_bandwidth()
+    bound = (model.weights_bytes + kv_bytes(model.spec, PROMPT, dtype="fp32")) / bandwidth["best"]
+    base = "transformers, DynamicCache"
+    return {
+        "prompt_tokens": PROMPT,
+        "steps": STEPS * rounds,
+        "tokens_equal": True,
+        "read_bandwidth_bytes_per_s": bandwidth,
+        "bound_tokens_per_s": 1 / bound,
+        "paths": {
+            name: {
+                "decode_tokens_per_s": {"median": 1 / statistics.median(s), "best": 1 / min(s)},
+                "share_of_bound": {"median": bound / statistics.median(s), "best": bound / min(s)},
+                "prefill_tokens_per_s": PROMPT / prefill_s[name],
+                "times_transformers": spread([t / own for own, t in zip(per_round[name], per_round[base])]),
+            }
+            for name, s in every.items()
+        },
+    }
+
+
+def attention(rounds: int) -> list[dict]:
+    rows = []
+    for shape, (heads, kv_heads, width) in SHAPES.items():
+        for keys in (512, 1024, 4096, 8192, 16384):
+            layers = max(
+                2, 100_000_000 // (keys * kv_heads * width * 8)
+            )  # more than the caches hold, as in a model
+            room = keys + 64
+            k, v = (torch.randn(layers, kv_heads, room, width) for _ in "kv")
+            q = torch.randn(1, heads, 1, width)
+            cut = [(k[i : i + 1, :, :keys], v[i : i + 1, :, :keys]) for i in range(layers)]
+            ways = {"packed": decode_packed, "sdpa": partial(F.scaled_dot_product_attention, enable_gqa=True)}
+            times = {name: [] for name in ways}
+            for _ in range(rounds):
+                for name, way in ways.items():
+                    times[name].append(statistics.median(timed(partial(over, way, q, cut), 3)) / layers)
+            rows.append({
+                "shape": shape, "heads": heads, "kv_heads": kv_heads, "head_dim": width, "keys": keys,
+                "packed_us": statistics.median(times["packed"]) * 1e6,
+                "sdpa_us": statistics.median(times["sdpa"]) * 1e6,
+                "times_sdpa": spread([s / p for s, p in zip(times["sdpa"], times["packed"])]),
+            })  # fmt: skip
+    return rows
+
+
+def over(attend, q, layers):
+    for k, v in layers:
+        attend(q, k, v)
+
+
+def spread(ratios: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+
+
+def main() -> None:
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("--threads", type=int, default=None)
+    parse.add_argument("--rounds", type=int, default=7)
+    parse.add_argument("--out", type=Path, default=None)
+    args = parse.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with torch.inference_mode():
+        result = {"machine": describe(), "decode": decode(args.rounds), "attention": attention(args.rounds)}
+    d = result["decode"]
+    print(
+        f"read bandwidth {d['read_bandwidth_bytes_per_s']['best'] / 1e9:.1f} GB/s, "
+        f"so at most {d['bound_tokens_per_s']:.1f} tokens/s"
+    )
+    for name, p in d["paths"].items():
+        rate, share, ratio = p["decode_tokens_per_s"], p["share_of_bound"], p["times_transformers"]
+        print(
+            f"{name:<30} {rate['median']:5.1f} tokens/s (best {rate['best']:.1f}), "
+            f"{share['median']:4.0%} of the bound, {ratio['median']:.2f} x transformers "
+            f"({ratio['min']:.2f} to {ratio['max']:.2f}), prefill {p['prefill_tokens_per_s']:.0f} tokens/s"
+        )
+    for r in result["attention"]:
+        t = r["times_sdpa"]
+        print(
+            f"{r['shape']:<15} {r['keys']:>6} keys: packed {r['packed_us']:7.0f} us, "
+            f"sdpa {r['sdpa_us']:7.0f} us, {t['median']:.2f} x ({t['min']:.2f} to {t['max']:.2f})"
+        )
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

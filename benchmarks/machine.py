@@ -1,0 +1,48 @@
+"""What a number was taken on: the machine, the versions, the load, and its read bandwidth."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def describe() -> dict[str, object]:
+    """Processor, cores, threads, versions, and the load before the run."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as f:
+            name = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {
+        "processor": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_before": load,
+    }
+
+
+def read_bandwidth(nbytes: int = 256 * 2**20, repeats: int = 8) -> dict[str, float]:
+    """Bytes per second of summing a float32 array far larger than any cache; best and median."""
+    x = torch.ones(nbytes // 4)
+    seconds = timed(x.sum, repeats)
+    return {"best": nbytes / min(seconds), "median": nbytes / statistics.median(seconds)}
+
+
+def timed(run: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of `repeats` calls, after two that are not counted."""
+    run()
+    run()
+    out = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        out.append(time.perf_counter() - start)
+    return out

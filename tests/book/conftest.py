@@ -1,0 +1,17 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:  # tools/ is not part of the package
+    sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture(scope="session")
+def html():
+    """The folder of the built book."""
+    folder = ROOT / "_build" / "html"
+    if not (folder / "index.html").exists():
+        pytest.fail("the book is not built: run `make book` first")
+    return folder

@@ -1,0 +1,80 @@
+"""Every page in a real browser, in light and dark, on a wide screen and on a phone."""
+
+import pytest
+
+from tools.browser import Browser, find
+from tools.serve import serving
+from tools.sitecheck import parse, toc
+
+# The browser is the machine's own: `apt-get install chromium`. .ci/run installs it.
+pytestmark = pytest.mark.skipif(
+    find() is None, reason="no Chromium found: pages were not looked at in a browser"
+)
+
+SCREENS = {
+    "phone-light": (390, False),
+    "phone-dark": (390, True),
+    "wide-light": (1280, False),
+    "wide-dark": (1280, True),
+}
+LOOK = {
+    "too_wide": "document.documentElement.scrollWidth - innerWidth",
+    "theme": "document.documentElement.dataset.theme",
+    "formulas": "document.querySelectorAll('mjx-container').length",
+    "bad_formulas": "document.querySelectorAll('mjx-merror, [data-mjx-error]').length",
+    "broken_images": "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)",
+}
+
+
+@pytest.fixture(scope="module")
+def site(html):
+    with serving(html) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as running:
+        yield running
+
+
+def problems(visit, site, dark, formulas):
+    found = list(visit.errors)
+    found += [f"asked for {r}" for r in visit.requests if not r.startswith((site, "data:", "blob:"))]
+    values = visit.values
+    if values["too_wide"] > 0:
+        found.append(f"the page scrolls sideways by {values['too_wide']} pixels")
+    if values["theme"] != ("dark" if dark else "light"):
+        found.append(f"the theme is {values['theme']}")
+    if values["bad_formulas"] or values["formulas"] < formulas:
+        found.append(f"{values['formulas']} of {formulas} formulas set, {values['bad_formulas']} with errors")
+    return found + [f"the picture {src} does not show" for src in values["broken_images"]]
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+@pytest.mark.parametrize("name", toc())
+def test_page(name, screen, browser, site, html):
+    width, dark = SCREENS[screen]
+    formulas = len(parse((html / name).with_suffix(".html")).select("article span.math, article div.math"))
+    visit = browser.visit(f"{site}{name}.html", width=width, dark=dark, scripts=LOOK)
+    assert problems(visit, site, dark, formulas) == []
+
+
+FAULTS = {
+    "console.error('oh')": "console: oh",
+    "nonsense()": "nonsense is not defined",
+    "document.write('<img src=missing.png>')": "404",
+    "document.write('<img src=http://127.0.0.1:9/x.png>')": "asked for",
+    "document.write('<div style=\"width:2000px\">x</div>')": "sideways",
+}
+
+
+@pytest.mark.parametrize("script", FAULTS)
+def test_a_fault_is_found(script, browser, tmp_path):
+    (tmp_path / "p.html").write_text(
+        f"<!doctype html><html data-theme='light'><body><script>{script}</script>"
+    )
+    with serving(tmp_path) as address:
+        visit = browser.visit(address + "p.html", width=390, scripts=LOOK)
+        found = problems(visit, address, False, 0)
+    assert any(FAULTS[script] in f for f in found), found
