@@ -89,7 +89,7 @@ class _Room:
         return share_of_cache(self.model, self.devices, self.kv_sharding, batch)
 
     def cache(self, batch: int, context: int) -> int:
-        values = cached_values(self.model, self.rounded(context), batch=batch) * self.share(batch)
+        values = cached_values(self.model, context, batch=batch) * self.share(batch)
         return bytes_for(values, self.kv, argument="kv")
 
     def fits(self, batch: int, context: int) -> bool:
@@ -100,7 +100,7 @@ class _Room:
             return 0
         one = cached_values(self.model, self.rounded(context)) * self.share(1)  # a sequence, on a device
         sequences = int(8 * self.free // (one * bits_per_value(self.kv)))
-        return (sequences + 1) * (self.devices if self.kv_sharding == "batch" else 1)
+        return sequences * (self.devices if self.kv_sharding == "batch" else 1)
 
     def max_context(self, batch: int) -> int | None:
         if self.free < 0:
