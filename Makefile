@@ -14,6 +14,7 @@ export OMP_NUM_THREADS = 1
 export PIP_NO_INPUT = 1
 SHELL  := /bin/bash
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 .PHONY: book test notebooks prose serve lint clean help html unit outputs site
 
 help:
@@ -50,8 +51,8 @@ book: $(VENV)/.book html
 
 html:
 	@$(PY) -m tools.assets
-	@rm -rf $(HTML)
-	@$(VENV)/bin/jupyter-book build . -W --keep-going -n -q
+	@rm -rf _build && mkdir _build
+	@$(VENV)/bin/jupyter-book build . -W --keep-going -n -q > _build/log.txt || { cat _build/log.txt; exit 1; }
 
 serve: $(HTML)/index.html
 	$(PY) -m tools.serve $(HTML)
@@ -84,7 +85,7 @@ outputs:
 	@$(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout 120 -n 2 --dist loadscope
 
 site:
-	@$(PY) -m pytest tests/book
+	@$(PY) -m pytest tests/book -n 2 --dist loadscope -rs
 
 clean:
 	rm -rf _build vendor node_modules .pytest_cache .ruff_cache .hypothesis

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
-from sphinx.environment.collectors.toctree import TocTreeCollector
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.apidoc import expand
@@ -48,27 +47,20 @@ def watch_package(app, env, added, changed, removed) -> set[str]:
     return {name for name in env.all_docs if name.endswith("/api")}
 
 
-def number_by_file(app) -> None:
+def number_by_file(app, env) -> list[str]:
     """A chapter has the number of its file, so that "chapter 4" in the text is 4 in the margin too."""
-    plain = TocTreeCollector.assign_section_numbers
-    if getattr(plain, "by_file", False):
-        return
-
-    def assign(self, env):
-        changed = plain(self, env)
-        for name, numbers in env.toc_secnumbers.items():
-            if not (found := re.search(r"(?:^|/)(\d\d)_[^/]*$", name)):
-                continue
-            first = int(found.group(1))
-            for anchor, number in numbers.items():
-                numbers[anchor] = number and (first, *number[1:])
-            for node in (env.titles[name], *env.tocs[name].findall(nodes.reference)):
-                if node.get("secnumber"):
-                    node["secnumber"] = [first, *node["secnumber"][1:]]
-        return changed
-
-    assign.by_file = True
-    TocTreeCollector.assign_section_numbers = assign
+    changed = []
+    for name, numbers in env.toc_secnumbers.items():
+        if not (found := re.search(r"(?:^|/)(\d\d)_[^/]*$", name)):
+            continue
+        first = int(found.group(1))
+        for anchor, number in numbers.items():
+            numbers[anchor] = number and (first, *number[1:])
+        for node in (env.titles[name], *env.tocs[name].findall(nodes.reference)):
+            if node.get("secnumber"):
+                node["secnumber"] = [first, *node["secnumber"][1:]]
+        changed.append(name)
+    return changed
 
 
 def leave_out_thebe(app, pagename, templatename, context, doctree) -> None:
@@ -85,7 +77,7 @@ def leave_out_thebe(app, pagename, templatename, context, doctree) -> None:
 
 def setup(app) -> dict:
     app.connect("config-inited", choose_mathjax)
-    app.connect("builder-inited", number_by_file)
+    app.connect("env-get-updated", number_by_file, priority=900)  # after those who count
     app.connect("html-page-context", leave_out_thebe, priority=900)
     app.connect("source-read", write_reference)
     app.connect("doctree-read", offer_anchors)

@@ -30,6 +30,8 @@ FRAME = [  # the `##` headings that every chapter has, in this order; its own co
 WORDS = range(1500, 3001)
 EXERCISES = range(3, 7)
 MAX_LINES = 25
+MAX_COLUMNS = 100  # about what fits on the page beside its table of contents
+MAX_PRINTED = 110  # a listing of the companion may be as wide as the companion is
 EXERCISE = re.compile(r"^### Exercise (\d+) \((easy|medium|hard), .*minutes?\)", re.M)
 # MyST that GitHub, Colab and JupyterLab would show raw
 RAW = {
@@ -97,18 +99,31 @@ def cells(notebook) -> list[str]:
         problems.append("the first code cell is not the set-up cell of tools/notebooks.py, tagged `setup`")
     for i, cell in enumerate(notebook.cells):
         if cell.cell_type == "code":
-            if (lines := len(cell.source.splitlines())) > MAX_LINES:
-                problems.append(f"cell {i}: {lines} lines of code, at most {MAX_LINES}")
-            if ("measurement" in tags(cell)) != ("nbval-ignore-output" in tags(cell)):
-                problems.append(
-                    f"cell {i}: `measurement` and `nbval-ignore-output` go together, got {tags(cell)}"
-                )
-            if "NBVAL" in cell.source or "nbval-skip" in tags(cell):
-                problems.append(f"cell {i}: a cell may not leave itself out of the run")
+            problems += [f"cell {i}: {p}" for p in code_cell(cell)]
         elif cell.cell_type == "markdown":
             text = without_code(cell.source)
             problems += [f"cell {i}: {what} is left visible" for what, p in RAW.items() if p.search(text)]
     return problems
+
+
+def code_cell(cell) -> list[str]:
+    """One code cell: short enough to type, narrow enough to read, and tagged truly."""
+    problems, source = [], cell.source.strip()
+    if (lines := len(source.splitlines())) > MAX_LINES:
+        problems.append(f"{lines} lines of code, at most {MAX_LINES}")
+    if source != SETUP and (wide := widest(source)) > MAX_COLUMNS:
+        problems.append(f"a line of {wide} characters, at most {MAX_COLUMNS}")
+    if (wide := max((widest(t) for o in cell.outputs for t in output_texts(o)), default=0)) > MAX_PRINTED:
+        problems.append(f"an output line of {wide} characters, at most {MAX_PRINTED}")
+    if ("measurement" in tags(cell)) != ("nbval-ignore-output" in tags(cell)):
+        problems.append(f"`measurement` and `nbval-ignore-output` go together, got {tags(cell)}")
+    if "NBVAL" in source or "nbval-skip" in tags(cell):
+        problems.append("a cell may not leave itself out of the run")
+    return problems
+
+
+def widest(text: str) -> int:
+    return max((len(line) for line in text.splitlines()), default=0)
 
 
 def figures(notebook) -> list[str]:

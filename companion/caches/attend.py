@@ -10,6 +10,8 @@ Three ways, all equal to `companion.attention.sdpa` within rounding:
 A softcap, sinks, or a wish for the LSE go to the reference itself.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,6 +41,8 @@ def attend(q, k, v, *, starts, stops, window, softmax_scale, softcap, sinks, ret
 
     starts: position of each row's first query. stops: tokens in each row. window: tokens seen, or None.
     """
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale={softmax_scale}; need a finite number, or None for D ** -0.5")
     S, n = q.shape[2], k.shape[2]
     even = all(x == starts[0] for x in starts) and all(x == n for x in stops) and starts[0] + S == n
     plain = not softcap and sinks is None and not return_lse and q.dtype in (torch.float32, torch.float64)
@@ -55,11 +59,12 @@ def attend(q, k, v, *, starts, stops, window, softmax_scale, softcap, sinks, ret
             )
     seen = visible_slots(starts, stops, S, n, window, q.device)
     if plain and n and S:
-        # A row without any token would be 0 / 0; its slots are zeros, so seeing them all gives 0.
-        seen = seen | ~seen.any(dim=-1, keepdim=True)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen[:, None], scale=softmax_scale, enable_gqa=True
+        # A query that sees no key would be 0 / 0: let it see them all, then make its result 0.
+        blind = ~seen.any(dim=-1, keepdim=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=(seen | blind)[:, None], scale=softmax_scale, enable_gqa=True
         )
+        return out.masked_fill(blind[:, None], 0.0)
     return sdpa(
         q,
         k,

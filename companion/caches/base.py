@@ -9,6 +9,8 @@ Writing and attending are separate calls; when `attend` runs, the new tokens are
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import index
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +19,22 @@ from torch import Tensor
 from ..cost import ModelSpec
 
 Number = int | float
+
+
+def whole_numbers(values: Any) -> list[int]:
+    """The values as Python integers; an empty list for anything that is not a list of whole numbers."""
+    try:
+        return [index(x) for x in (values.tolist() if isinstance(values, Tensor) else values)]
+    except TypeError:
+        return []
+
+
+def row_counts(lengths: Any, batch: int, S: int) -> list[int]:
+    """`lengths` as a list: of each row's S tokens, how many are real. Raises ValueError if it can't be."""
+    counts = whole_numbers(lengths)
+    if len(counts) != batch or any(not 0 <= n <= S for n in counts):
+        raise ValueError(f"lengths={lengths!r}; need {batch} counts from 0 to S={S}")
+    return counts
 
 
 class Cache(ABC):
@@ -110,7 +128,7 @@ class Cache(ABC):
 
         Raises ValueError, changing nothing, for a negative n or a wrong number of them.
         """
-        keep = [n] * self.batch if isinstance(n, int) else [int(x) for x in n]
+        keep = whole_numbers([n] * self.batch if isinstance(n, int) else n)
         if len(keep) != self.batch or min(keep) < 0:
             raise ValueError(f"n={n!r}; need a count of tokens, 0 or more, or {self.batch} of them")
         for layer, rows in enumerate(self._rows):
@@ -122,7 +140,9 @@ class Cache(ABC):
 
     def fork(self) -> "Cache":
         """An independent copy, holding the same tokens."""
-        return copy.deepcopy(self)
+        twin = copy.deepcopy(self)
+        twin._fresh = [None] * self.spec.layers
+        return twin
 
     def __len__(self) -> int:
         """Tokens in the longest row."""
@@ -139,15 +159,17 @@ class Cache(ABC):
             raise ValueError(f"layer={layer}; {self.spec.name} has layers 0 to {self.spec.layers - 1}")
         return layer
 
+    def _window(self, layer: int) -> int | None:
+        """How many tokens this layer sees, the newest included; None for all of them."""
+        return self.spec.window if self.spec.layer_types[layer] == "sliding" else None
+
     def _plan(self, layer: int, S: int, lengths) -> tuple[list[int], list[int]]:
         """(tokens stored before, tokens to add) per row, once it is sure that they fit."""
         before = self._rows[self._layer(layer)]
         if lengths is None:
             new = [S] * self.batch
         else:
-            new = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-            if len(new) != self.batch or any(not 0 <= x <= S for x in new):
-                raise ValueError(f"lengths={new}; need {self.batch} counts from 0 to S={S}")
+            new = row_counts(lengths, self.batch, S)
         longest = max(b + n for b, n in zip(before, new))
         if longest > self.max_tokens:
             raise ValueError(

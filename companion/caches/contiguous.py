@@ -44,7 +44,7 @@ class ContiguousCache(Cache):
             self._v[layer][:, :, :n],
             starts=self._starts(layer, q.shape[2]),
             stops=self._rows[layer],
-            window=self.spec.window if self.spec.layer_types[layer] == "sliding" else None,
+            window=self._window(layer),
             softmax_scale=softmax_scale,
             softcap=softcap,
             sinks=sinks,

@@ -42,6 +42,7 @@ class LatentCache(ContiguousCache):
             self._v[layer][:, :, :n],
             starts=self._starts(layer, q.shape[2]),
             stops=self._rows[layer],
+            window=self._window(layer),
             # The trained scale is that of one unabsorbed head, not of the 576-wide latent.
             softmax_scale=mla.qk_dim**-0.5 if softmax_scale is None else softmax_scale,
             softcap=softcap,

@@ -89,7 +89,7 @@ class _Room:
         return share_of_cache(self.model, self.devices, self.kv_sharding, batch)
 
     def cache(self, batch: int, context: int) -> int:
-        values = cached_values(self.model, context, batch=batch) * self.share(batch)
+        values = cached_values(self.model, self.rounded(context), batch=batch) * self.share(batch)
         return bytes_for(values, self.kv, argument="kv")
 
     def fits(self, batch: int, context: int) -> bool:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..caches import Cache
+from ..caches.base import Cache, row_counts
 from ..cost import ModelSpec
 from ..rope import Rope
 from .blocks import Block, RMSNorm, matrix
@@ -22,7 +22,7 @@ class Decoder(nn.Module):
     Weights keep their dtype and device; matrices may be stored transposed (see `companion.model.blocks`).
 
     Attributes: `spec`, `blocks`, `rope`, `stop_ids` (tokens that end a reply; set by `load`).
-    Raises ValueError for an architecture outside the family and for a missing tensor.
+    Raises ValueError for an architecture outside the family, and for a tensor that is missing or misshapen.
     """
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor] | Callable[[str], Tensor]):
@@ -33,7 +33,9 @@ class Decoder(nn.Module):
             )
         if spec.rope_theta is None:
             raise ValueError(f"{spec.name}: rope_theta is missing; a default would give fluent nonsense")
-        take = weights if callable(weights) else _taker(weights)
+        if spec.act not in ("silu", "swish"):
+            raise ValueError(f"{spec.name}: activation {spec.act!r} is not supported; accepted: silu")
+        take = _checked(spec, weights if callable(weights) else _taker(weights))
         self.spec, self.stop_ids = spec, ()
         self.rope = Rope(
             spec.head_dim, theta=spec.rope_theta, scaling=spec.rope_scaling, partial=spec.partial_rotary
@@ -113,9 +115,7 @@ class Decoder(nn.Module):
     def _rows(self, B: int, S: int, lengths) -> list[int] | None:
         if lengths is None:
             return None
-        rows = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-        if len(rows) != B or any(not 0 <= n <= S for n in rows):
-            raise ValueError(f"lengths={rows}; need {B} counts from 0 to S={S}")
+        rows = row_counts(lengths, B, S)
         return None if all(n == S for n in rows) else rows
 
 
@@ -152,6 +152,28 @@ def _taker(weights: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
         return weights[name].detach()
 
     return take
+
+
+def _checked(spec: ModelSpec, take: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """`take`, refusing a tensor that has not the shape that `spec` gives it."""
+    d, q, kv = spec.d_model, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    rows = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": d}
+    rows |= {"gate_proj": spec.ffn, "up_proj": spec.ffn, "down_proj": d}
+    rows |= {"embed_tokens": spec.vocab, "lm_head": spec.vocab}
+    columns = {"o_proj": q, "down_proj": spec.ffn}
+    vectors = {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
+
+    def checked(name: str) -> Tensor:
+        x, (part, kind) = take(name), name.split(".")[-2:]
+        if part in rows:
+            shape = (rows[part],) if kind == "bias" else (rows[part], columns.get(part, d))
+        else:
+            shape = (vectors.get(part, d),)
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{spec.name}: tensor {name!r} has shape {tuple(x.shape)}; need {shape}")
+        return x
+
+    return checked
 
 
 def _positions(starts: list[int], S: int, device: torch.device) -> Tensor:

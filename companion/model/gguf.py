@@ -78,8 +78,9 @@ class GGUF:
         if name not in self.entries:
             raise self._bad(f"no tensor {name!r}")
         entry = self.entries[name]
-        raw = np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start)
-        out = dequantize(entry.kind, raw).reshape(entry.shape)
+        # No name is given to the view of the file: an error would keep it, and the file could not be closed.
+        out = dequantize(entry.kind, np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start))
+        out = out.reshape(entry.shape)
         if not np.isfinite(out).all():
             raise self._bad(f"tensor {name!r} holds NaN or infinity")
         return out

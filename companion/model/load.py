@@ -23,6 +23,8 @@ _GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -65,9 +67,11 @@ def _load_gguf(path: Path, dtype, device, name: str) -> tuple[Decoder, Tokenizer
         def take(hf_name: str) -> Tensor:
             own = _gguf_name(hf_name)
             x = torch.from_numpy(file.tensor(own))
-            for part, n in heads.items():
-                if f"{part}.weight" in hf_name and spec.architecture == "llama":
-                    x = unpermute(x, n)
+            part = hf_name.split(".")[-2]
+            if (
+                part in heads and spec.architecture == "llama"
+            ):  # biases as well; other families keep the order
+                x = unpermute(x, heads[part])
             return x.to(device=device, dtype=dtype)
 
         tokenizer = Tokenizer.from_gguf(file.meta)
@@ -80,39 +84,55 @@ def gguf_spec(file: GGUF, name: str) -> ModelSpec:
     """The shape of a GGUF model, through the parser of configurations. Raises ValueError for missing keys."""
     meta, arch = file.meta, file.meta.get("general.architecture")
 
-    def key(k: str, default=None):
-        value = meta.get(f"{arch}.{k}", default)
-        if value is None:
+    def key(k: str):
+        if f"{arch}.{k}" not in meta:
             raise ValueError(f"{file.path.name}: the header lacks {arch}.{k}")
-        return value
+        return meta[f"{arch}.{k}"]
 
-    heads, width = key("attention.head_count"), key("embedding_length")
-    if "token_embd.weight" not in file.entries:
-        raise ValueError(f"{file.path.name}: no tensor 'token_embd.weight'")
+    embedding = file.entries.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ValueError(f"{file.path.name}: no matrix 'token_embd.weight'")
+    layers = key("block_count")
+    if isinstance(layers, int) and layers > len(file.entries):
+        raise ValueError(f"{file.path.name}: {layers} layers, but {len(file.entries)} tensors")
+    _refuse_scaled_positions(file, arch)
     config = {
         "model_type": arch,
-        "num_hidden_layers": key("block_count"),
-        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "hidden_size": key("embedding_length"),
         "intermediate_size": key("feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": key("attention.head_count_kv", heads),
-        "head_dim": key("attention.key_length", meta.get(f"{arch}.rope.dimension_count", width // heads)),
-        "vocab_size": file.entries["token_embd.weight"].shape[0],
+        "num_attention_heads": key("attention.head_count"),
+        "num_key_value_heads": meta.get(f"{arch}.attention.head_count_kv", key("attention.head_count")),
+        "head_dim": meta.get(f"{arch}.attention.key_length", meta.get(f"{arch}.rope.dimension_count")),
+        "vocab_size": embedding.shape[0],
         "max_position_embeddings": key("context_length"),
         "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
         "rope_theta": key("rope.freq_base"),
         "tie_word_embeddings": "output.weight" not in file.entries,
         "attention_bias": "blk.0.attn_q.bias" in file.entries,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.entries,
     }
     return ModelSpec.from_config(config, name=name)
+
+
+def _refuse_scaled_positions(file: GGUF, arch: str) -> None:
+    """Rather an error than a model that is right for short texts only."""
+    kind = file.meta.get(f"{arch}.rope.scaling.type", "none")
+    if kind != "none" or "rope_freqs.weight" in file.entries:
+        raise ValueError(
+            f"{file.path.name}: positions are scaled (rope.scaling.type or rope_freqs.weight), which is read "
+            "from safetensors only"
+        )
 
 
 def unpermute(w: Tensor, heads: int) -> Tensor:
     """Undo the row order in which GGUF stores Llama's query and key weights.
 
     GGUF keeps the two halves of a rotary pair side by side; Hugging Face keeps all first halves, then all
-    second ones. w: (heads * D, d). Per head of 8 rows the stored order is 0 4 1 5 2 6 3 7.
+    second ones. w: (heads * D, d), or a bias (heads * D,). A head's 8 rows are stored as 0 4 1 5 2 6 3 7.
     """
+    if w.shape[0] % (2 * heads):
+        raise ValueError(f"w has {w.shape[0]} rows; need a multiple of twice heads={heads}")
     return w.view(heads, w.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(w.shape)
 
 

@@ -5,7 +5,8 @@ model: SmolLM2 was trained with every digit on its own, and without that split t
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,31 +53,33 @@ class Tokenizer:
             raise ValueError(
                 f"tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; accepted: gpt2 with {known}"
             )
-        missing = [k for k in ("tokens", "token_type", "merges") if f"tokenizer.ggml.{k}" not in meta]
-        if missing:
-            raise ValueError(f"the file lacks tokenizer.ggml.{missing[0]}")
-        tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
+        tokens, types, pairs = (
+            _listed(meta, *x) for x in (("tokens", str), ("token_type", int), ("merges", str))
+        )
+        if len(types) != len(tokens):
+            raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
         vocab = {text: i for i, text in enumerate(tokens)}
-        merges = [tuple(m.split(" ", 1)) for m in meta["tokenizer.ggml.merges"]]
-        backend = Backend(models.BPE(vocab, merges, fuse_unk=False, byte_fallback=False))
+        merges = [tuple(m.split(" ", 1)) for m in pairs]
+        with _sane("tokenizer.ggml.merges"):
+            backend = Backend(models.BPE(vocab, merges, fuse_unk=False, byte_fallback=False))
         bytes_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([*PATTERNS[pre], bytes_level])
         backend.decoder = decoders.ByteLevel()
         special = [text for text, kind in zip(tokens, types) if kind == _CONTROL]
         backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-        eos = meta.get("tokenizer.ggml.eos_token_id")
+        eos, bos = (_one_of(meta, f"{end}_token_id", len(tokens)) for end in ("eos", "bos"))
         ends = [] if eos is None else [eos]
         ends += [vocab[t] for t in special if t in _ENDS]
-        bos = meta.get("tokenizer.ggml.bos_token_id")
         names = {
             "bos_token": tokens[bos] if bos is not None else "",
             "eos_token": tokens[eos] if eos is not None else "",
         }
+        template = meta.get("tokenizer.chat_template")
         return cls(
             backend,
             eos_ids=ends,
             bos_id=bos if meta.get("tokenizer.ggml.add_bos_token") else None,
-            template=meta.get("tokenizer.chat_template"),
+            template=template if isinstance(template, str) else None,
             names=names,
         )
 
@@ -87,7 +90,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"{folder}: no tokenizer.json")
-        backend = Backend.from_file(str(path))
+        with _sane(str(path)):
+            backend = Backend.from_file(str(path))
         config = _json(folder / "tokenizer_config.json")
         text = {k: _text(config.get(k)) for k in ("bos_token", "eos_token")}
         ends: list[int] = []
@@ -96,16 +100,19 @@ class Tokenizer:
             ends += eos if isinstance(eos, list) else [] if eos is None else [eos]
         if text["eos_token"]:
             ends.append(backend.token_to_id(text["eos_token"]))
-        bos = (
-            backend.token_to_id(text["bos_token"])
-            if text["bos_token"] and config.get("add_bos_token")
-            else None
-        )
+        bos = backend.token_to_id(text["bos_token"]) if text["bos_token"] else None
+        wanted = config.get("add_bos_token")
+        if wanted is None:  # then tokenizer.json itself says what an encoded text begins with
+            wanted = bos is not None and backend.encode("").ids[:1] == [bos]
         template = config.get("chat_template")
         if template is None and (folder / "chat_template.jinja").is_file():
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         return cls(
-            backend, eos_ids=[e for e in ends if e is not None], bos_id=bos, template=template, names=text
+            backend,
+            eos_ids=[e for e in ends if e is not None],
+            bos_id=bos if wanted else None,
+            template=template,
+            names=text,
         )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -125,7 +132,7 @@ class Tokenizer:
 
     def token(self, id: int) -> str:
         """The token as the vocabulary writes it (a space is shown as Ġ)."""
-        text = self._backend.id_to_token(id)
+        text = self._backend.id_to_token(id) if id >= 0 else None
         if text is None:
             raise ValueError(f"id={id}; this vocabulary has ids 0 to {self.vocab - 1}")
         return text
@@ -135,15 +142,50 @@ class Tokenizer:
 
         messages: dicts with "role" and "content". prompt: end where the assistant's reply begins.
         """
+        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # templates come out of downloaded files
 
         if self.template is None:
             raise ValueError("this model has no chat template; give it plain text")
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        env.globals["raise_exception"] = _refuse
-        return env.from_string(self.template).render(
-            messages=list(messages), add_generation_prompt=prompt, **self._names
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        env.globals["raise_exception"] = _refuse
+        values = {
+            "messages": list(messages),
+            "add_generation_prompt": prompt,
+            "tools": None,
+            "documents": None,
+        }
+        try:
+            return env.from_string(self.template).render(**values, **self._names)
+        except TemplateError as e:
+            raise ValueError(f"chat template: {e}") from None
+
+
+def _listed(meta: dict[str, Any], name: str, kind: type) -> list:
+    values = meta.get(f"tokenizer.ggml.{name}")
+    if not isinstance(values, list) or not all(isinstance(x, kind) for x in values):
+        raise ValueError(
+            f"tokenizer.ggml.{name} must be a list of {kind.__name__}, and is missing or is none"
+        )
+    return values
+
+
+def _one_of(meta: dict[str, Any], name: str, count: int) -> int | None:
+    id = meta.get(f"tokenizer.ggml.{name}")
+    if id is not None and not (isinstance(id, int) and 0 <= id < count):
+        raise ValueError(f"tokenizer.ggml.{name}={id!r}; need a token id from 0 to {count - 1}")
+    return id
+
+
+@contextmanager
+def _sane(what: str) -> Iterator[None]:
+    """The library raises bare exceptions for what it cannot read."""
+    try:
+        yield
+    except Exception as e:
+        raise ValueError(f"{what} cannot be read as a tokenizer: {e}") from None
 
 
 def _refuse(message: str) -> None:

@@ -1,0 +1,154 @@
+"""A ring for the layers that see a window only: W + step - 1 slots, whatever the length of the text.
+
+A token at position p lies in slot p modulo the ring, so a new token overwrites the one that left the window.
+A step of S tokens needs W + S - 1 slots, since its first query still sees W - 1 tokens from before the step.
+Layers of type "full" are stored whole. The first `sink_tokens` tokens can be kept for good (Xiao et al. 2024,
+"attention sinks"); keys are stored as they come, rotated to their own positions.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from ..attention import sdpa
+from .attend import attend, decode_packed
+from .base import Cache
+from .contiguous import _write
+
+
+class SlidingCache(Cache):
+    """step: the most tokens that one `append` brings; it is also how far a `crop` may go back.
+
+    sink_tokens: tokens at the beginning that every query of a sliding layer sees beside its window.
+    Slots without a token are zero.
+    """
+
+    def __init__(
+        self, spec, *, batch=1, max_tokens, dtype=torch.float32, device="cpu", step=None, sink_tokens=0
+    ):
+        super().__init__(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
+        if spec.window is None or not spec.sliding_layers:
+            raise ValueError(f"{spec.name} has no sliding layers; use kind='contiguous'")
+        if spec.mla is not None:
+            raise ValueError(f"{spec.name} caches a latent vector, not keys and values; use kind='latent'")
+        step = min(spec.window, max_tokens) if step is None else step
+        for name, value, least in (("step", step, 1), ("sink_tokens", sink_tokens, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}; need an integer of at least {least}")
+        self.step, self.sink_tokens = step, sink_tokens
+        self.ring = spec.window + step - 1
+        slots = min(max_tokens, sink_tokens + self.ring)
+        self._slots = [slots if t == "sliding" else max_tokens for t in spec.layer_types]
+        shape = batch, spec.kv_heads
+        self._k = [torch.zeros(*shape, n, spec.head_dim, dtype=dtype, device=device) for n in self._slots]
+        self._v = [torch.zeros(*shape, n, spec.v_head_dim, dtype=dtype, device=device) for n in self._slots]
+        self._reached = [[0] * batch for _ in range(spec.layers)]  # the longest each row has been
+
+    def append(self, layer, k, v, *, lengths=None):
+        self._layer(layer)
+        heads = self.spec.kv_heads
+        self._check("k", k, (self.batch, heads, -1, self.spec.head_dim))
+        if v is None:
+            raise ValueError("v is None; this cache stores values beside its keys")
+        self._check("v", v, (self.batch, heads, k.shape[2], self.spec.v_head_dim))
+        if k.shape[2] > self.step:
+            raise ValueError(
+                f"k brings {k.shape[2]} tokens; this cache takes step={self.step} at most at once"
+            )
+        before, new = self._plan(layer, k.shape[2], lengths)
+        if self._window(layer) is None:
+            _write(self._k[layer], k, before, new)
+            _write(self._v[layer], v, before, new)
+        else:
+            self._write_ring(layer, k, v, before, new)
+        self._commit(layer, before, new)
+        self._reached[layer] = [max(a, b) for a, b in zip(self._reached[layer], self._rows[layer])]
+
+    def _write_ring(self, layer, k, v, before, new):
+        if all(b == before[0] and n == new[0] for b, n in zip(before, new)):
+            at = self._slot(torch.arange(before[0], before[0] + new[0], device=self.device))
+            self._k[layer][:, :, at] = k[:, :, : new[0]]
+            self._v[layer][:, :, at] = v[:, :, : new[0]]
+            return
+        for row, (b, n) in enumerate(zip(before, new)):
+            at = self._slot(torch.arange(b, b + n, device=self.device))
+            self._k[layer][row, :, at] = k[row, :, :n]
+            self._v[layer][row, :, at] = v[row, :, :n]
+
+    def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
+        self._layer(layer)
+        self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
+        S, stops = q.shape[2], self._rows[layer]
+        starts = self._starts(layer, S)
+        n = min(max(stops), self._slots[layer])
+        k, v = self._k[layer][:, :, :n], self._v[layer][:, :, :n]
+        options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=return_lse)
+        if self._window(layer) is None:
+            return attend(q, k, v, starts=starts, stops=stops, window=None, **options)
+        plain = not softcap and sinks is None and not return_lse
+        seen = self._seen(starts, stops, S, n)
+        if plain and S == 1 and n and bool(seen.all()):
+            return decode_packed(q, k, v, softmax_scale=softmax_scale)  # order of the keys does not matter
+        if plain and n and S and q.dtype != torch.float16:
+            blind = ~seen.any(dim=-1, keepdim=True)
+            mask = (seen | blind)[:, None]
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True
+            )
+            return out.masked_fill(blind[:, None], 0.0)
+        return sdpa(q, k, v, key_mask=seen, **options)
+
+    def positions(self, row: int = 0, layer: int | None = None) -> list[int]:
+        """Positions of the tokens that a sliding layer holds for this row, in ascending order."""
+        layer = self.spec.layer_types.index("sliding") if layer is None else self._layer(layer)
+        held = self._held(self._rows[layer][row : row + 1], self._slots[layer])[0]
+        return sorted(p for p in held.tolist() if p >= 0)
+
+    def _slot(self, position: torch.Tensor) -> torch.Tensor:
+        s = self.sink_tokens
+        return torch.where(position < s, position, s + (position - s) % self.ring)
+
+    def _held(self, stops: list[int], n: int) -> torch.Tensor:
+        """Position of the token in each of n slots, (B, n); -1 where there is none."""
+        slot = torch.arange(n, device=self.device)
+        stop = torch.tensor(stops, device=self.device)[:, None]
+        # The latest position before `stop` that maps to this slot.
+        turns = torch.div(stop - 1 - slot, self.ring, rounding_mode="floor").clamp(min=0)
+        position = torch.where(slot < self.sink_tokens, slot, slot + turns * self.ring)
+        return torch.where(position < stop, position, -1)
+
+    def _seen(self, starts: list[int], stops: list[int], S: int, n: int) -> torch.Tensor:
+        held = self._held(stops, n)[:, None]  # (B, 1, n)
+        at = torch.tensor(starts, device=self.device)[:, None] + torch.arange(S, device=self.device)
+        at = at[..., None]  # (B, S, 1)
+        recent = (held > at - self.spec.window) | (held < self.sink_tokens)
+        return (held >= 0) & (held <= at) & recent
+
+    def _check_crop(self, keep: list[int]) -> None:
+        """A window can be restored only while the ring still holds its oldest token."""
+        for layer, rows in enumerate(self._rows):
+            if self._window(layer) is None:
+                continue
+            for row, (have, wanted) in enumerate(zip(rows, keep)):
+                gone = self._reached[layer][row] - self.ring  # positions below are overwritten, sinks aside
+                if wanted < have and gone > self.sink_tokens and wanted - self.spec.window + 1 < gone:
+                    raise ValueError(
+                        f"n={wanted}: row {row} has {have} tokens, and the ring no longer holds the window "
+                        f"before token {wanted}; it can go back step={self.step} tokens"
+                    )
+
+    @property
+    def nbytes(self):
+        return sum(t.nbytes for t in (*self._k, *self._v))
+
+    @property
+    def nbytes_used(self):
+        used = 0
+        for k, v, slots, rows in zip(self._k, self._v, self._slots, self._rows):
+            used += (k.nbytes + v.nbytes) // (self.batch * slots) * sum(min(n, slots) for n in rows)
+        return used
+
+    def _drop(self, layer, row, start, stop):
+        at = torch.arange(start, stop, device=self.device)
+        at = self._slot(at) if self._window(layer) else at
+        self._k[layer][row, :, at] = 0
+        self._v[layer][row, :, at] = 0

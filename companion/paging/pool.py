@@ -1,0 +1,241 @@
+"""Who owns which block: reference counts, and the order in which free blocks are handed out.
+
+A block is always in one of four states:
+
+    unused   never handed out: no more than a number, so a pool of a million blocks costs nothing to make
+    live     referenced by one table or more
+    cached   no longer referenced, but its content is worth finding again (`keep`)
+    empty    no longer referenced, nothing in it worth finding
+
+`allocate` takes empty blocks first (the last freed first), then unused ones, then the cached block that was
+freed longest ago. Unused, cached and empty blocks are free.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+
+from .errors import PoolFull, must, whole
+from .order import EvictionOrder
+
+_INT = frozenset({int})
+
+
+class BlockPool:
+    """num_blocks blocks of block_size tokens each. Every operation is O(1) per block, whatever num_blocks is.
+
+    `ids` are block ids as `allocate` gave them: Python integers. A call that raises has changed nothing.
+
+    on_forget: called with the id of a block whose cached content is given up, by eviction or `forget`.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, on_forget: Callable[[int], object] | None = None
+    ) -> None:
+        if whole("num_blocks", num_blocks, 1) >= 2**31:
+            raise ValueError(f"num_blocks={num_blocks}; block ids are int32, so fewer than {2**31}")
+        self.num_blocks, self.block_size = num_blocks, whole("block_size", block_size, 1)
+        self.on_forget = on_forget
+        # One entry for each block that was ever handed out; ids from len(_refs) on are unused.
+        self._refs = array("i")
+        self._kept = bytearray()
+        self._empty: list[int] = []
+        self._order = EvictionOrder()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could hand out now."""
+        return self.num_blocks - len(self._refs) + len(self._empty) + len(self._order)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content is kept until their turn comes."""
+        return len(self._order)
+
+    def ref_count(self, id: int) -> int:
+        """References to a block; 0 for a free one. ValueError for an id outside the pool."""
+        if whole("id", id) >= self.num_blocks:
+            raise ValueError(f"id={id}; this pool has blocks 0 to {self.num_blocks - 1}")
+        return self._refs[id] if id < len(self._refs) else 0
+
+    def eviction_order(self) -> list[int]:
+        """The cached blocks, the next to be evicted first. O(their number)."""
+        return list(self._order)
+
+    # --- references --------------------------------------------------------------------------------------
+
+    def allocate(self, n: int) -> list[int]:
+        """n blocks with one reference each, or none at all.
+
+        Raises PoolFull if fewer than n are free now, ValueError for an n that is no count or that the whole
+        pool could not give.
+        """
+        whole("n", n)
+        if n > self.num_free:
+            if n > self.num_blocks:
+                raise ValueError(f"n={n}; the pool has {self.num_blocks} blocks in all")
+            raise PoolFull(f"n={n}; {self.num_free} of the pool's {self.num_blocks} blocks are free")
+        refs, empty = self._refs, self._empty
+        cut = max(0, len(empty) - n)
+        ids = empty[cut:]
+        del empty[cut:]
+        for i in ids:
+            refs[i] = 1
+        if len(ids) < n:
+            ids += self._first_use(min(n - len(ids), self.num_blocks - len(refs)))
+        if len(ids) < n:
+            evicted = self._order.pop(n - len(ids))
+            self._forget(evicted)
+            for i in evicted:
+                refs[i] = 1
+            ids += evicted
+        return ids
+
+    def fork(self, ids: Iterable[int]) -> None:
+        """One more reference to each block. Raises ValueError if one of them is not live."""
+        ids, refs = self._known(ids), self._refs
+        for i in ids:
+            if not refs[i]:
+                raise ValueError(f"ids: block {i} is free, so there is no reference to add to")
+        for i in ids:
+            refs[i] += 1
+
+    def take(self, ids: Iterable[int]) -> None:
+        """One more reference to each block, live or cached: a cached one comes back to life as it is.
+
+        Raises ValueError if one of them is empty or unused.
+        """
+        ids, refs, kept = self._known(ids), self._refs, self._kept
+        for i in ids:
+            if not refs[i] and not kept[i]:
+                raise ValueError(f"ids: block {i} is free and holds nothing")
+        for i in ids:
+            if not refs[i]:
+                self._order.remove(i)
+            refs[i] += 1
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Drop one reference to each block; an id may come as often as it has references.
+
+        Blocks that lose their last reference become free; the cached ones among them will be evicted in the
+        order of `ids`, so give a table's tail first. Raises ValueError for a block without a reference to
+        drop (freed twice, or more often than it is referenced) and for an id that is not of this pool.
+        """
+        ids, refs, kept = self._known(ids), self._refs, self._kept
+        cached, empty = [], []
+        for at, i in enumerate(ids):
+            left = refs[i] - 1
+            if left > 0:
+                refs[i] = left
+            elif left == 0:
+                refs[i] = 0
+                (cached if kept[i] else empty).append(i)
+            else:
+                for j in ids[:at]:  # undo
+                    refs[j] += 1
+                raise ValueError(f"ids: block {i} at place {at} has no reference left to free")
+        self._order.extend(cached)
+        self._empty += empty
+
+    # --- content -----------------------------------------------------------------------------------------
+
+    def keep(self, id: int) -> None:
+        """From now on the content of this live block is worth finding again. ValueError for a free block."""
+        if not self.ref_count(id):
+            raise ValueError(f"id={id}; the block is free, so whatever it held may be gone")
+        self._kept[id] = 1
+
+    def is_kept(self, id: int) -> bool:
+        """Whether the content of this block, live or free, is kept."""
+        self.ref_count(id)
+        return id < len(self._kept) and bool(self._kept[id])
+
+    def writable(self, id: int) -> bool:
+        """Whether a block may be written where it is: one owner, and nobody could find it through its content."""
+        return self._refs[id] == 1 and not self._kept[id]
+
+    def forget(self, id: int) -> None:
+        """Give up the content of a block: live, it stays live; cached, it becomes empty.
+
+        Raises ValueError if nothing is kept in it.
+        """
+        if not self.is_kept(id):
+            raise ValueError(f"id={id}; nothing is kept in this block")
+        if not self._refs[id]:
+            self._order.remove(id)
+            self._empty.append(id)
+        self._forget([id])
+
+    def evict(self, n: int | None = None) -> list[int]:
+        """Give up the content of the n cached blocks whose turn is next (None: of all); returns their ids.
+
+        Fewer than n come back if fewer are cached.
+        """
+        n = len(self._order) if n is None else min(whole("n", n), len(self._order))
+        ids = self._order.pop(n)
+        self._empty += ids
+        self._forget(ids)
+        return ids
+
+    # --- inside ------------------------------------------------------------------------------------------
+
+    def _first_use(self, n: int) -> range:
+        start = len(self._refs)
+        self._refs.extend(array("i", [1]) * n)
+        self._kept.extend(bytes(n))
+        self._order.grow(n)
+        return range(start, start + n)
+
+    def _forget(self, ids: list[int]) -> None:
+        for i in ids:
+            self._kept[i] = 0
+            if self.on_forget is not None:
+                self.on_forget(i)
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        """ids as a list, once it is sure that all were handed out at some time. At C speed: it is on every path."""
+        try:
+            ids = list(ids)
+        except TypeError:
+            raise ValueError(f"ids={ids!r}; need a list of block ids") from None
+        if ids and not (_INT.issuperset(map(type, ids)) and min(ids) >= 0 and max(ids) < len(self._refs)):
+            for at, i in enumerate(ids):
+                if type(i) is not int or not 0 <= i < self.num_blocks:
+                    raise ValueError(
+                        f"ids: {i!r} at place {at}; this pool has blocks 0 to {self.num_blocks - 1}"
+                    )
+                if i >= len(self._refs):
+                    raise ValueError(f"ids: block {i} at place {at} was never allocated")
+        return ids
+
+    def check(self) -> None:
+        """Raise BrokenInvariant on the first of these that fails. O(num_blocks that were ever used).
+
+        1. No more blocks are in use than exist, and every array covers the same blocks.
+        2. No reference count is negative.
+        3. The order of eviction is one chain, the same in both directions (`EvictionOrder.check`).
+        4. No block is twice among the empty ones.
+        5. Every block that was ever used is live, cached or empty, and only one of them.
+        6. Every cached block's content is kept, and no empty block's is.
+        7. num_free is what is left of num_blocks when the live blocks are taken away.
+        """
+        used = len(self._refs)
+        must(used <= self.num_blocks, f"{used} blocks were handed out of {self.num_blocks}")
+        sizes = {used, len(self._kept), len(self._order._before), len(self._order._after)}
+        must(len(sizes) == 1, f"the arrays cover different numbers of blocks: {sorted(sizes)}")
+        negative = [i for i, r in enumerate(self._refs) if r < 0]
+        must(not negative, f"blocks {negative} have negative reference counts")
+        self._order.check()
+        empty, cached = set(self._empty), set(self._order)
+        must(len(empty) == len(self._empty), "a block is twice among the empty ones")
+        live = {i for i, r in enumerate(self._refs) if r}
+        for name, twice in (
+            ("live and empty", live & empty),
+            ("live and cached", live & cached),
+            ("empty and cached", empty & cached),
+        ):
+            must(not twice, f"blocks {sorted(twice)} are both {name}")
+        lost = set(range(used)) ^ (live | empty | cached)
+        must(not lost, f"blocks {sorted(lost)} are neither live nor free")
+        must(all(self._kept[i] for i in cached), "a block waits for eviction although its content is not kept")
+        must(not any(self._kept[i] for i in empty), "an empty block's content is kept")
+        must(self.num_free == self.num_blocks - len(live), f"num_free={self.num_free}, live={len(live)}")

@@ -1,0 +1,150 @@
+"""The block table of one sequence: which block holds which of its tokens.
+
+Token p lives in slot p % block_size of block ids[p // block_size]; the blocks may lie anywhere in the pool.
+
+A token joins a sequence when its slot is reserved, by `append`, *before* the forward pass that writes its key
+and value. So a sequence of n tokens always has ceil(n / block_size) blocks: with blocks of 16 the 16th token
+still goes into the first block and the 17th takes the second. In a decode loop the token that was just sampled
+is appended at the start of the next step.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from .errors import PoolFull, whole
+from .pool import BlockPool
+
+
+def blocks_needed(n: int, block_size: int) -> int:
+    """Blocks that n tokens take: n / block_size, rounded up."""
+    return -(-whole("n", n) // whole("block_size", block_size, 1))
+
+
+class BlockTable:
+    """The blocks of one sequence, in order, and its length in tokens.
+
+    BlockTable(pool) is empty; BlockTable(pool, ids, length) takes over one reference to each of `ids`, which
+    the caller has already. Attributes to read: `ids`, `length`. A call that raises has changed nothing;
+    after `free` every call raises ValueError.
+    """
+
+    __slots__ = ("pool", "ids", "length", "freed")
+
+    def __init__(self, pool: BlockPool, ids: Iterable[int] = (), length: int = 0) -> None:
+        self.pool, self.ids, self.length, self.freed = pool, list(ids), whole("length", length), False
+        if len(self.ids) != blocks_needed(length, pool.block_size):
+            raise ValueError(
+                f"ids has {len(self.ids)} blocks; length={length} takes "
+                f"{blocks_needed(length, pool.block_size)} of {pool.block_size} tokens"
+            )
+
+    def append(self, n: int = 1) -> list[tuple[int, int]]:
+        """Reserve the slots of n more tokens. Returns the copies to make first: [(source, destination)].
+
+        A token that goes into a partly filled block which somebody else reads too must not be written there
+        (copy on write): the block is replaced in this table by a new one, and the storage has to copy the old
+        one's content before it writes the token. There is at most one such copy. If the only other reader is the
+        cache of prefixes, that content is given up instead, and nothing is copied.
+
+        Raises PoolFull if the pool cannot give the blocks now, ValueError if it never could.
+        """
+        pool = self.pool
+        block_size = pool.block_size
+        filled = self.length % block_size
+        if filled and n == 1 and type(n) is int and pool.writable(self.ids[-1]):
+            self.length += 1  # what a decode step comes to, most of the time; a freed table has no length
+            return []
+        self._usable()
+        total = blocks_needed(self.length + whole("n", n), block_size)
+        if total > pool.num_blocks:
+            raise ValueError(
+                f"n={n}; {self.length + n} tokens take {total} blocks and the pool has {pool.num_blocks}"
+            )
+        last = self.ids[-1] if filled and n else None
+        shared = last is not None and pool.ref_count(last) > 1
+        new = total - len(self.ids) + shared
+        if new > pool.num_free:
+            raise PoolFull(f"n={n}; {new} more blocks are needed and {pool.num_free} are free")
+        if last is not None and not shared and pool.is_kept(last):
+            pool.forget(last)
+        ids = pool.allocate(new)
+        copies = []
+        if shared:
+            copies = [(last, ids[0])]
+            self.ids[-1:] = ids
+            pool.free([last])
+        else:
+            self.ids += ids
+        self.length += n
+        return copies
+
+    def crop(self, n: int) -> None:
+        """Keep the first n tokens; blocks beyond them lose this table's reference, the last one first.
+
+        A table of n tokens or fewer stays as it is.
+        """
+        self._usable()
+        keep = blocks_needed(whole("n", n), self.pool.block_size)
+        if n >= self.length:
+            return
+        self.pool.free(self.ids[keep:][::-1])
+        del self.ids[keep:]
+        self.length = n
+
+    def fork(self) -> "BlockTable":
+        """A second table of the same tokens in the same blocks: no token is copied until one of them writes."""
+        self._usable()
+        self.pool.fork(self.ids)
+        return BlockTable(self.pool, self.ids, self.length)
+
+    def free(self) -> None:
+        """Give everything back, the tail first: what begins the sequence is what others may want again."""
+        self._usable()
+        self.pool.free(self.ids[::-1])
+        self.ids, self.length, self.freed = [], 0, True
+
+    # --- for kernels -------------------------------------------------------------------------------------
+
+    def slot(self, position: int) -> int:
+        """Where token `position` lies in the pool seen as one long row of slots: block * block_size + offset."""
+        self._usable()
+        if whole("position", position) >= self.length:
+            raise ValueError(f"position={position}; the table holds {self.length} tokens")
+        block, offset = divmod(position, self.pool.block_size)
+        return self.ids[block] * self.pool.block_size + offset
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """The slots of tokens start .. stop - 1, as a kernel that writes them wants them."""
+        self._usable()
+        if not whole("start", start) <= whole("stop", stop) <= self.length:
+            raise ValueError(f"start={start}, stop={stop}; need start <= stop <= {self.length}")
+        size, ids = self.pool.block_size, self.ids
+        return [ids[p // size] * size + p % size for p in range(start, stop)]
+
+    def padded(self, width: int, fill: int = -1) -> list[int]:
+        """The row of a `block_table` of that width; what follows the blocks is `fill`, which nobody may read."""
+        self._usable()
+        if whole("width", width) < len(self.ids):
+            raise ValueError(f"width={width}; the table has {len(self.ids)} blocks")
+        return self.ids + [fill] * (width - len(self.ids))
+
+    def _usable(self) -> None:
+        if self.freed:
+            raise ValueError("table: it was freed, so it has no blocks any more")
+
+    def __repr__(self) -> str:
+        return f"BlockTable({self.length} tokens in {self.ids}{', freed' * self.freed})"
+
+
+def to_csr(tables: Sequence[BlockTable]) -> tuple[list[int], list[int], list[int]]:
+    """(indptr, indices, last_page_len): the tables as FlashInfer takes them, without padding.
+
+    Row b has the blocks indices[indptr[b]:indptr[b + 1]], of which the last holds last_page_len[b] tokens
+    (0 only in a row without any).
+    """
+    indptr, indices, last = [0], [], []
+    for table in tables:
+        table._usable()
+        indices += table.ids
+        indptr.append(len(indices))
+        last.append((table.length - 1) % table.pool.block_size + 1 if table.length else 0)
+    return indptr, indices, last

@@ -1,0 +1,154 @@
+"""The interface of a codec, what it returns, and the factory that knows their names."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Numbers in few bits, and what is needed to read them.
+
+    codes: packed along the last axis (uint8, int8 or a float8 type). scale, zero: one per group, or None.
+    tensor_scale: one float32 for all, or None. shape, dtype: of what was quantized.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    tensor_scale: Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything stored, counted from the tensors."""
+        parts = (self.codes, self.scale, self.zero, self.tensor_scale)
+        return sum(p.nbytes for p in parts if p is not None)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits for one number, scales and zeros included."""
+        return 8 * self.nbytes / max(1, _count(self.shape))
+
+
+class Codec(ABC):
+    """Quantizes tensors (..., S, D), tokens by channels.
+
+    group, group_dim: `group` numbers share a scale, along the channels of a token (-1) or along the tokens of
+    a channel (-2). Attributes: `name`, `bits`, `group` (None: see `codec`), `group_dim`.
+    """
+
+    name: str
+    bits: int
+    group: int | None
+    group_dim: int
+
+    @abstractmethod
+    def quantize(self, x: Float[Tensor, "*batch S D"]) -> QuantizedTensor:
+        """x to codes and scales. Raises ValueError for NaN or infinity, and for groups that do not divide."""
+
+    @abstractmethod
+    def dequantize(self, qt: QuantizedTensor) -> Float[Tensor, "*batch S D"]:
+        """Codes and scales to numbers, in the dtype that was quantized."""
+
+    @abstractmethod
+    def bound(self, qt: QuantizedTensor) -> Float[Tensor, "*batch S D"]:
+        """The largest error that each number can have in float32, where it was within the codec's range."""
+
+    def groups(self, S: int, D: int) -> tuple[int, int]:
+        """Shape (S', D') of the scales of an (S, D) tensor. Raises ValueError if a group does not divide."""
+        size = (S if self.group_dim == -2 else D) if self.group is None else self.group
+        length, what = (S, "tokens") if self.group_dim == -2 else (D, "channels")
+        if length % max(size, 1):
+            raise ValueError(f"group={size} does not divide {length} {what}; choose a divisor, or pad")
+        n = length // size if size else 0
+        return (n, D) if self.group_dim == -2 else (S, n)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, group={self.group}, group_dim={self.group_dim})"
+
+
+def split(x: Tensor, group: int | None, group_dim: int) -> Tensor:
+    """(..., S, D) with its groups on an axis of their own, right after the axis that is divided."""
+    size = x.shape[group_dim] if group is None else group
+    return x.unflatten(group_dim, (-1, size))
+
+
+def within(group_dim: int) -> int:
+    """The axis of `split`'s result along which the members of a group lie."""
+    return -1 if group_dim == -1 else -2
+
+
+def checked(x: Tensor, codec: Codec) -> Tensor:
+    """x in float32, once it is sure that this codec can hold it."""
+    if x.ndim < 2 or x.dtype not in (*FLOATS, torch.float64):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and dtype {x.dtype}; need (..., S, D), floating point"
+        )
+    codec.groups(*x.shape[-2:])
+    if not torch.isfinite(x).all():
+        raise ValueError("x holds NaN or infinity; a scale cannot be found for it")
+    return x.to(torch.float32)
+
+
+def codec(
+    name: str,
+    *,
+    group: int | None = None,
+    group_dim: int = -1,
+    symmetric: bool | None = None,
+    scale_dtype: torch.dtype = torch.float16,
+    tensor_scale: float | None = None,
+) -> Codec:
+    """A codec by name: int8, int4, int2, fp8_e4m3, fp8_e5m2, nvfp4 or mxfp4.
+
+    group: numbers that share a scale. None means the whole axis for integers (one scale per token for
+        group_dim=-1); no scale at all for fp8; and 16 or 32, which are fixed, for nvfp4 and mxfp4.
+    group_dim: -1 groups the channels of a token (KIVI's values), -2 the tokens of a channel (KIVI's keys).
+    symmetric: integers only. True codes amax to the largest code and needs no zero; False stores the group's
+        minimum beside the scale. None takes True for int8 and False for int4 and int2.
+    scale_dtype: in which integers' and fp8's scales are kept; the codes are chosen for the rounded scale.
+    tensor_scale: nvfp4 and fp8: a fixed float32 scale for the whole tensor; what exceeds it saturates. None
+        takes it from the data (nvfp4) or 1 (fp8).
+
+    Raises ValueError naming the argument.
+    """
+    from .floats import Fp4, Fp8
+    from .integers import IntCodec
+
+    if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
+        raise ValueError(f"group={group!r}; need an integer of at least 1, or None")
+    if group_dim not in (-1, -2):
+        raise ValueError(f"group_dim={group_dim!r}; accepted: -1 (channels), -2 (tokens)")
+    if scale_dtype not in FLOATS:
+        raise ValueError(f"scale_dtype={scale_dtype}; accepted: float16, bfloat16, float32")
+    if tensor_scale is not None and not 0 < tensor_scale < float("inf"):
+        raise ValueError(f"tensor_scale={tensor_scale}; need a positive finite number, or None")
+    if name not in NAMES:
+        raise ValueError(f"codec {name!r} is not known; accepted: {', '.join(NAMES)}")
+    if symmetric is not None and not name.startswith("int"):
+        raise ValueError(f"symmetric={symmetric}; only integer codecs have that choice, {name} does not")
+    if tensor_scale is not None and name not in ("nvfp4", "fp8_e4m3", "fp8_e5m2"):
+        raise ValueError(f"tensor_scale={tensor_scale}; {name} has none")
+    if name.startswith("int"):
+        bits = int(name[3:])
+        return IntCodec(bits, group, group_dim, bits == 8 if symmetric is None else symmetric, scale_dtype)
+    if name.startswith("fp8"):
+        return Fp8(name, group, group_dim, scale_dtype, tensor_scale)
+    return Fp4(name, group, group_dim, tensor_scale)
+
+
+NAMES = ("int8", "int4", "int2", "fp8_e4m3", "fp8_e5m2", "nvfp4", "mxfp4")
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n
