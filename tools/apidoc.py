@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ITEM = re.compile(r"[`\w][\w`, /=.-]{0,40}: \S")  # `width: inches`
+_NAMES = r"`?[a-z_][\w.]*`?(?:(?:, | / )`?[a-z_][\w.]*`?)*"
+ITEM = re.compile(rf"({_NAMES}): (\S.*)")  # `width: inches`
+WIDE = re.compile(rf"({_NAMES}) (\S.*)")  # in a block of columns, a name that fills its column
+COLUMNS = re.compile(rf"({_NAMES}) {{2,}}(\S.*)")  # `width   inches`
 MARKER = re.compile(r"^<!-- api: ([\w.]+) -->$", re.M)
 
 
@@ -125,17 +129,37 @@ def docs(node) -> str:
 
 
 def prose(text: str) -> str:
-    """A docstring as Markdown: lines like `name: what it is` become a list, `*args` stays as written."""
-    lines, in_code = [], False
-    for line in text.splitlines():
-        in_code = line.startswith("    ") if line.strip() else in_code
-        last = lines[-1] if lines else ""
-        if not in_code:
-            pieces = re.split(r"(`+[^`]+`+)", line)
-            line = "".join(p if i % 2 else re.sub(r"([*<$|\[\]])", r"\\\1", p) for i, p in enumerate(pieces))
-            if ITEM.match(line):
-                line = f"- {line}" if last[:1] in ("", "-", " ") else f"\n- {line}"
-            elif line.startswith("  ") and not last.strip():
-                line = line.lstrip()
-        lines.append(line)
-    return "\n".join(lines)
+    """A docstring as Markdown, block by block; arguments become a list, indented blocks stay code."""
+    blocks = re.split(r"\n\s*\n", text.strip("\n"))
+    return "\n\n".join(_block(b.splitlines(), first=i == 0) for i, b in enumerate(blocks) if b.strip())
+
+
+def _block(lines: list[str], *, first: bool) -> str:
+    if all(line.startswith("    ") for line in lines) and not any(COLUMNS.match(x.strip()) for x in lines):
+        return "```python\n" + "\n".join(line[4:] for line in lines) + "\n```"
+    columns = [COLUMNS.match(line.strip()) for line in lines]
+    if not first and columns[0]:  # `name   what it is`
+        return _items(lines, [c or WIDE.match(line) for c, line in zip(columns, _dedent(lines))])
+    if not first and ITEM.match(lines[0]):  # `name: what it is`
+        return _items(lines, [ITEM.match(line) for line in lines])
+    return "\n".join(_escape(line.strip()) for line in lines)
+
+
+def _dedent(lines: list[str]) -> list[str]:
+    return textwrap.dedent("\n".join(lines)).splitlines()
+
+
+def _items(lines: list[str], starts: list[re.Match | None]) -> str:
+    out = []
+    for line, start in zip(lines, starts):
+        if start:
+            out.append(f"- `{start.group(1).replace('`', '')}`: {_escape(start.group(2))}")
+        else:
+            out.append("  " + _escape(line.strip()))
+    return "\n".join(out)
+
+
+def _escape(line: str) -> str:
+    """What Markdown would read as markup is escaped, but for code in backticks."""
+    pieces = re.split(r"(`+[^`]+`+)", line)
+    return "".join(p if i % 2 else re.sub(r"([*_<$|\[\]])", r"\\\1", p) for i, p in enumerate(pieces))

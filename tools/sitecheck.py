@@ -109,7 +109,7 @@ def leaks(page: BeautifulSoup) -> list[str]:
         "a raw directive": r"^\s*:::|```",
         "a raw role": r"\{[a-z][\w:-]*\}`",
         "raw mathematics": r"\$\$|\$[^$\n]*\\[a-z]+[^$\n]*\$",
-        "raw emphasis": r"\*\*\w",
+        "raw emphasis": r"\*\*[A-Za-z][^*\n]*\*\*",
         "a raw link": r"\]\([^)\s]+\)",
     }.items():
         # mathematics stands in the page as TeX between \( and \) until MathJax sets it

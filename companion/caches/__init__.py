@@ -13,10 +13,34 @@ from ..cost import ModelSpec
 from .base import Cache
 from .contiguous import ContiguousCache
 from .latent import LatentCache
+from .paged import PagedCache, PagedStorage
+from .quantized import QuantizedCache
+from .sliding import SlidingCache
 
-__all__ = ["KINDS", "Cache", "ContiguousCache", "LatentCache", "make_cache"]
+__all__ = [
+    "KINDS",
+    "Cache",
+    "ContiguousCache",
+    "LatentCache",
+    "PagedCache",
+    "PagedStorage",
+    "QuantizedCache",
+    "SlidingCache",
+    "make_cache",
+]
 
-KINDS: dict[str, type[Cache]] = {"contiguous": ContiguousCache, "latent": LatentCache}
+KINDS: dict[str, type[Cache]] = {
+    "contiguous": ContiguousCache,
+    "sliding": SlidingCache,
+    "quantized": QuantizedCache,
+    "paged": PagedCache,
+    "latent": LatentCache,
+}
+OPTIONS = {  # what a kind takes beside the arguments that all share
+    "sliding": ("step", "sink_tokens"),
+    "quantized": ("codec", "residual"),
+    "paged": ("block_size", "num_blocks", "storage", "sequences"),
+}
 
 
 def make_cache(
@@ -27,14 +51,23 @@ def make_cache(
     max_tokens: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    **options,
 ) -> Cache:
     """An empty cache for `batch` sequences of up to `max_tokens` tokens of the model `spec`.
 
-    kind: "contiguous" stores every key and value of every layer; "latent" the 512 + 64 numbers of multi-head
-        latent attention. Memory is allocated here, all of it, and never grows.
+    kind: what is stored, and its options; the classes say more.
+        "contiguous"  every key and value of every layer
+        "sliding"     a ring for layers with a window, the rest whole: step, sink_tokens
+        "quantized"   old tokens in few bits, new ones in full precision: codec, residual
+        "paged"       blocks out of a pool: block_size, num_blocks, storage, sequences
+        "latent"      the 512 + 64 numbers of multi-head latent attention
+    Memory is allocated here, all of it, and never grows.
 
-    Raises ValueError for an unknown kind, a size below 1, or a kind that does not fit the model.
+    Raises ValueError for an unknown kind or option, a size below 1, or a kind that does not fit the model.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is no cache; accepted: {', '.join(map(repr, KINDS))}")
-    return KINDS[kind](spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
+    if unknown := sorted(set(options) - set(OPTIONS.get(kind, ()))):
+        known = ", ".join(OPTIONS.get(kind, ())) or "none"
+        raise ValueError(f"{unknown[0]} is no option of a {kind} cache; accepted: {known}")
+    return KINDS[kind](spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device, **options)

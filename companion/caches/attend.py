@@ -41,14 +41,10 @@ def attend(q, k, v, *, starts, stops, window, softmax_scale, softcap, sinks, ret
 
     starts: position of each row's first query. stops: tokens in each row. window: tokens seen, or None.
     """
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale={softmax_scale}; need a finite number, or None for D ** -0.5")
     S, n = q.shape[2], k.shape[2]
     even = all(x == starts[0] for x in starts) and all(x == n for x in stops) and starts[0] + S == n
-    plain = not softcap and sinks is None and not return_lse and q.dtype in (torch.float32, torch.float64)
-    plain = plain or (q.is_cuda and not softcap and sinks is None and not return_lse)
     short = window is None or n <= window
-    if plain and even and n and S:
+    if even and n and S and is_plain(q, softmax_scale, softcap, sinks, return_lse):
         if S == 1:
             if not short:
                 k, v = k[:, :, n - window :], v[:, :, n - window :]
@@ -58,23 +54,30 @@ def attend(q, k, v, *, starts, stops, window, softmax_scale, softcap, sinks, ret
                 q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True
             )
     seen = visible_slots(starts, stops, S, n, window, q.device)
-    if plain and n and S:
+    options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=return_lse)
+    return attend_seen(q, k, v, seen, **options)
+
+
+def attend_seen(q, k, v, seen, *, softmax_scale, softcap, sinks, return_lse):
+    """The same under an explicit mask: seen bool (B, S, n), True where a query may see a slot."""
+    S, n = seen.shape[1:]
+    if n and S and is_plain(q, softmax_scale, softcap, sinks, return_lse):
         # A query that sees no key would be 0 / 0: let it see them all, then make its result 0.
         blind = ~seen.any(dim=-1, keepdim=True)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=(seen | blind)[:, None], scale=softmax_scale, enable_gqa=True
         )
         return out.masked_fill(blind[:, None], 0.0)
-    return sdpa(
-        q,
-        k,
-        v,
-        key_mask=seen,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        return_lse=return_lse,
-    )
+    options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=return_lse)
+    return sdpa(q, k, v, key_mask=seen, **options)
+
+
+def is_plain(q, softmax_scale, softcap, sinks, return_lse) -> bool:
+    """Whether torch's fused attention computes what is asked, as exactly as the reference does."""
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale={softmax_scale}; need a finite number, or None for D ** -0.5")
+    wide = q.is_cuda or q.dtype in (torch.float32, torch.float64)  # 16 bits on a CPU: the reference is wider
+    return wide and not softcap and sinks is None and not return_lse
 
 
 def visible_slots(

@@ -113,6 +113,10 @@ class Cache(ABC):
     def _drop(self, layer: int, row: int, start: int, stop: int) -> None:
         """Forget the stored tokens start..stop-1 of one row."""
 
+    def _check_crop(self, keep: list[int]) -> None:
+        """Raise a ValueError if a row cannot go back to that many tokens; here every row can."""
+        return
+
     # --- what all share ----------------------------------------------------------------------------------
 
     def lengths(self, layer: int = 0) -> Int[Tensor, " B"]:
@@ -131,6 +135,7 @@ class Cache(ABC):
         keep = whole_numbers([n] * self.batch if isinstance(n, int) else n)
         if len(keep) != self.batch or min(keep) < 0:
             raise ValueError(f"n={n!r}; need a count of tokens, 0 or more, or {self.batch} of them")
+        self._check_crop(keep)
         for layer, rows in enumerate(self._rows):
             for b, (have, wanted) in enumerate(zip(rows, keep)):
                 if wanted < have:

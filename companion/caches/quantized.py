@@ -1,9 +1,9 @@
 """Keys and values in few bits, with the newest tokens in full precision.
 
 Tokens enter a full-precision tail. When the tail holds a whole group beyond `residual` tokens, its oldest
-group is quantized, once, and never touched again: appending costs the same however long the text is. Attention
-goes over the quantized part tile by tile, so no layer is ever dequantized whole, and is merged with the tail
-by LSE. The tokens of the step itself are attended in full precision: they are at hand.
+group is quantized, once, and never touched again: appending costs the same however long the text is.
+Attention goes over the quantized part tile by tile, so no layer is ever dequantized whole, and is merged with
+the tail by LSE. The tokens of the step itself are attended in full precision: they are at hand.
 
 Source: Liu et al. 2024, "KIVI" (keys grouped along tokens, values along channels, a residual window).
 """
@@ -28,7 +28,7 @@ PRESETS = {  # keys per channel, values per token, as in KIVI
 
 
 class QuantizedCache(Cache):
-    """codec: a name, a `Codec`, a pair (for keys, for values), "kivi4", "kivi2", or a list with one per layer.
+    """codec: a name, a `Codec`, a pair (keys, values), "kivi4", "kivi2", or a list with one per layer.
 
     residual: tokens that stay in full precision at the end of each row, at least. A `crop` that reaches into
     the quantized part must end on a whole group; with groups along channels any token is one.
@@ -206,7 +206,7 @@ class _Layer:
 
 
 class _Packed:
-    """Room for `capacity` quantized tokens: the fields of a QuantizedTensor, each with its tokens on axis -2."""
+    """Room for `capacity` quantized tokens: the fields of a QuantizedTensor, tokens on axis -2."""
 
     def __init__(self, codec: Codec, shape, capacity: int, unit: int, width: int, device):
         self.codec, self.unit, self.width = codec, unit, width

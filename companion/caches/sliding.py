@@ -7,10 +7,8 @@ Layers of type "full" are stored whole. The first `sink_tokens` tokens can be ke
 """
 
 import torch
-import torch.nn.functional as F
 
-from ..attention import sdpa
-from .attend import attend, decode_packed
+from .attend import attend, attend_seen
 from .base import Cache
 from .contiguous import _write
 
@@ -84,18 +82,8 @@ class SlidingCache(Cache):
         options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=return_lse)
         if self._window(layer) is None:
             return attend(q, k, v, starts=starts, stops=stops, window=None, **options)
-        plain = not softcap and sinks is None and not return_lse
-        seen = self._seen(starts, stops, S, n)
-        if plain and S == 1 and n and bool(seen.all()):
-            return decode_packed(q, k, v, softmax_scale=softmax_scale)  # order of the keys does not matter
-        if plain and n and S and q.dtype != torch.float16:
-            blind = ~seen.any(dim=-1, keepdim=True)
-            mask = (seen | blind)[:, None]
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True
-            )
-            return out.masked_fill(blind[:, None], 0.0)
-        return sdpa(q, k, v, key_mask=seen, **options)
+        # The order of the slots does not matter: a key carries its position in its rotation.
+        return attend_seen(q, k, v, self._seen(starts, stops, S, n), **options)
 
     def positions(self, row: int = 0, layer: int | None = None) -> list[int]:
         """Positions of the tokens that a sliding layer holds for this row, in ascending order."""
@@ -130,7 +118,11 @@ class SlidingCache(Cache):
                 continue
             for row, (have, wanted) in enumerate(zip(rows, keep)):
                 gone = self._reached[layer][row] - self.ring  # positions below are overwritten, sinks aside
-                if wanted < have and gone > self.sink_tokens and wanted - self.spec.window + 1 < gone:
+                if (
+                    wanted < have
+                    and wanted > self.sink_tokens < gone
+                    and wanted - self.spec.window + 1 < gone
+                ):
                     raise ValueError(
                         f"n={wanted}: row {row} has {have} tokens, and the ring no longer holds the window "
                         f"before token {wanted}; it can go back step={self.step} tokens"
@@ -148,6 +140,8 @@ class SlidingCache(Cache):
         return used
 
     def _drop(self, layer, row, start, stop):
+        if start <= self.sink_tokens:  # nothing that could be missing is in front of it
+            self._reached[layer][row] = start
         at = torch.arange(start, stop, device=self.device)
         at = self._slot(at) if self._window(layer) else at
         self._k[layer][row, :, at] = 0

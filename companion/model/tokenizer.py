@@ -59,7 +59,7 @@ class Tokenizer:
         if len(types) != len(tokens):
             raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
         vocab = {text: i for i, text in enumerate(tokens)}
-        merges = [tuple(m.split(" ", 1)) for m in pairs]
+        merges = [tuple(m.split(" ", 1)) for m in _listed(meta, "merges", str)]
         with _sane("tokenizer.ggml.merges"):
             backend = Backend(models.BPE(vocab, merges, fuse_unk=False, byte_fallback=False))
         bytes_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

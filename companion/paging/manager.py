@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from .errors import PoolFull, must, whole
 from .pool import BlockPool
-from .prefix import Extra, PrefixIndex, as_tokens, encode_extra
+from .prefix import ROOT, Extra, PrefixIndex, as_tokens, block_digest, encode_extra
 from .table import BlockTable, blocks_needed
 
 
@@ -144,10 +144,13 @@ class BlockManager:
         The copies are (source, destination) blocks, at most one, as in `BlockTable.append`.
         """
         self._known(seq)
-        new = as_tokens("tokens", (tokens,) if isinstance(tokens, int) else tokens)
-        copies = seq.table.append(len(new))
-        seq.tokens += new
-        return copies
+        before = len(seq.tokens)
+        seq.tokens += as_tokens("tokens", (tokens,) if isinstance(tokens, int) else tokens)
+        try:
+            return seq.table.append(len(seq.tokens) - before)
+        except ValueError:
+            del seq.tokens[before:]
+            raise
 
     def register(self, seq: PagedSequence, computed: int | None = None) -> list[int]:
         """Make the full blocks of the sequence findable, those of its first `computed` tokens (None: all).
@@ -190,7 +193,7 @@ class BlockManager:
         del self._live[seq]
 
     def evict(self, n: int | None = None) -> list[int]:
-        """Give up the n cached blocks whose turn is next (None: all, as after a change of weights)."""
+        """Give up the n cached blocks whose turn is next (None: all). Live ones stay."""
         return self.pool.evict(n)
 
     def usage(self) -> Usage:
@@ -231,8 +234,8 @@ class BlockManager:
         3. A block's reference count is the number of tables that hold it; so every live block is in a table.
         4. The blocks whose content the pool keeps are those of the index: a cached block can be found, and a
            block that can be found is live or cached.
-        5. An indexed block in a table holds that table's tokens, and the first `registered` blocks are indexed.
-        6. Of every sequence at most its whole blocks, and not its last prompt token, were shared.
+        5. An indexed block in a table holds that table's tokens, as far as they go.
+        6. The first `registered` blocks of a sequence are full, and indexed under the digests of its tokens.
         """
         self.pool.check()
         self.index.check()
@@ -244,14 +247,17 @@ class BlockManager:
             must(len(set(table.ids)) == len(table.ids), f"{seq}: a block is twice in the table")
             for block in table.ids:
                 held[block] = held.get(block, 0) + 1
+            digest = ROOT
             for k, block in enumerate(table.ids):
                 mine = seq.tokens[k * size : (k + 1) * size]
-                must(k >= seq.registered or block in self.index, f"{seq}: block {block} is not in the index")
                 if block in self.index:
                     cached = self.index.content(block)[: len(mine)]
                     must(cached == list(mine), f"{seq}: the index has other tokens for block {block}")
+                if k < seq.registered:
+                    digest = block_digest(digest, mine, seq.extra)
+                    found = block in self.index and self.index.digest(block) == digest
+                    must(found, f"{seq}: block {block} is registered but not indexed as what it is")
             must(seq.registered * size <= n, f"{seq}: {seq.registered} registered blocks are not all full")
-            must(seq.shared <= n, f"{seq}: {seq.shared} shared tokens of {n}")
         refs = {i: self.pool.ref_count(i) for i in range(len(self.pool._refs))}
         wrong = [i for i in refs.keys() | held.keys() if refs.get(i, 0) != held.get(i, 0)]
         must(not wrong, f"blocks {wrong} have reference counts that differ from the tables that hold them")

@@ -93,7 +93,9 @@ class EvictionOrder:
         """Raise BrokenInvariant unless both directions tell of the same members, each once."""
         last, seen = END, 0
         for i in self:
-            must(0 <= i < len(self._before), f"the order of eviction leads to block {i}, which does not exist")
+            must(
+                0 <= i < len(self._before), f"the order of eviction leads to block {i}, which does not exist"
+            )
             must(self._before[i] == last, f"the order's links disagree at block {i}")
             last, seen = i, seen + 1
             must(seen <= self._count, f"the order of eviction holds more than the {self._count} it counts")

@@ -236,6 +236,8 @@ class BlockPool:
             must(not twice, f"blocks {sorted(twice)} are both {name}")
         lost = set(range(used)) ^ (live | empty | cached)
         must(not lost, f"blocks {sorted(lost)} are neither live nor free")
-        must(all(self._kept[i] for i in cached), "a block waits for eviction although its content is not kept")
+        must(
+            all(self._kept[i] for i in cached), "a block waits for eviction although its content is not kept"
+        )
         must(not any(self._kept[i] for i in empty), "an empty block's content is kept")
         must(self.num_free == self.num_blocks - len(live), f"num_free={self.num_free}, live={len(live)}")

@@ -20,7 +20,7 @@ cannot mix them up.
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -104,6 +104,16 @@ class PrefixIndex:
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_block)
+
+    def content(self, block: int) -> list[int]:
+        """The tokens of an indexed block; ValueError for any other."""
+        tokens = array("q", self._entry(block).tokens)
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        return list(tokens)
 
     def digest(self, block: int) -> bytes:
         """The digest that names the content of an indexed block; ValueError for any other."""

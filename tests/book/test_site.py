@@ -130,9 +130,16 @@ MODULE = '''"""A module."""
 
 
 def f(x: int, *args, y=2) -> int:
-    """Twice `x`.
+    """Twice `x`: that is all.
 
     x: a number * 2
+        and more
+    y  another
+
+    one    first
+    two    second
+
+        f(3)  # code
     """
 
 
@@ -151,9 +158,11 @@ def test_the_reference_names_what_it_shows(tmp_path):
     (tmp_path / "companion").mkdir()
     (tmp_path / "companion" / "thing.py").write_text(MODULE)
     text = expand("before\n<!-- api: companion.thing -->\nafter", "URL", tmp_path)
-    for part in ("A module.", "### f", "f(x: int, *args, y=2) -> int", "Twice `x`.", "- x: a number \\* 2"):
+    for part in ("A module.", "### f", "f(x: int, *args, y=2) -> int", "Twice `x`: that is all."):
         assert part in text
-    for part in ("### C", "**`m(k, *, deep=False)`**", "URL/companion/thing.py#L4-L8"):
+    for part in ("- `x`: a number \\* 2\n  and more", "- `one`: first\n- `two`: second", "```python\nf(3)"):
+        assert part in text
+    for part in ("### C", "**`m(k, *, deep=False)`**", "URL/companion/thing.py#L4-L15"):
         assert part in text
     assert "_hidden" not in text
     with pytest.raises(FileNotFoundError):

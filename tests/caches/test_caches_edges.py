@@ -60,7 +60,7 @@ def assert_unchanged(cache, before):
         assert torch.equal(now, then)
 
 
-# --- KV-17 and KV-15 ------------------------------------------------------------------------------------
+# --- KV-17 and KV-15 ------------------------------------------------------------------------------
 
 
 def test_a_prefill_of_exactly_max_tokens_fits_and_one_more_token_does_not():
@@ -97,7 +97,7 @@ def test_every_layer_counts_for_itself():
     assert seen == [([0], [0]), ([5], [5])] * 3
 
 
-# --- windows --------------------------------------------------------------------------------------------
+# --- windows --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 6, 7])
@@ -119,7 +119,7 @@ def test_a_window_counts_the_token_itself(window, chunks):
         assert seen[i].nonzero()[:, 0].tolist() == list(range(max(0, i - window + 1), i + 1))
 
 
-# --- padding and borders --------------------------------------------------------------------------------
+# --- padding and borders --------------------------------------------------------------------------
 
 
 def test_nan_in_padding_reaches_nothing():
@@ -210,7 +210,7 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
-# --- refusals -------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_kinds_and_sizes():
         LatentCache(spec(), max_tokens=4)
 
 
-# --- the fast paths against kernels and the other form of the mathematics -------------------------------
+# --- the fast paths against kernels and the other form of the mathematics -------------------------
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (7, 1), (9, 3)])

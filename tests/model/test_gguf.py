@@ -39,7 +39,7 @@ def same_bits(a, b):
     return np.array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-# --- numbers ----------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_the_types_are_the_packages():
@@ -68,8 +68,8 @@ def test_any_bytes_dequantize_as_the_gguf_package_does(kind):
     _, size = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(1)
     raw = rng.integers(0, 256, (256, size), dtype=np.uint8)
-    for i, half in enumerate({Q.Q4_0: 1, Q.Q4_1: 2, Q.Q8_0: 1}.get(kind, 0) * [0]):
-        raw[:, 2 * i : 2 * i + 2] = rng.standard_normal((256, 1)).astype(np.float16).view(np.uint8)
+    for at in range(0, {Q.Q4_0: 2, Q.Q4_1: 4, Q.Q8_0: 2}.get(kind, 0), 2):
+        raw[:, at : at + 2] = rng.standard_normal((256, 1)).astype(np.float16).view(np.uint8)
     got = dequantize(int(kind), raw.reshape(-1))
     want = gguf.quants.dequantize(raw, kind).reshape(-1)
     finite = np.isfinite(want)
@@ -125,12 +125,14 @@ def test_the_header_as_the_gguf_package_reads_it(tmp_path):
             want = float(np.float32(value)) if key == "a.f32" else value
             assert file.meta[key] == want, key
         reader = gguf.GGUFReader(tmp_path / "m.gguf")
-        assert {t.name: t.data_offset for t in reader.tensors} == {n: e.start for n, e in file.entries.items()}
+        assert {t.name: t.data_offset for t in reader.tensors} == {
+            n: e.start for n, e in file.entries.items()
+        }
         assert file.tensor("x").tolist() == x.tolist()
         assert file.tensor("y").tolist() == y.tolist()
 
 
-# --- files that are not whole -------------------------------------------------------------------------------
+# --- files that are not whole ---------------------------------------------------------------------
 
 
 def test_what_is_no_gguf(tmp_path):
@@ -270,7 +272,7 @@ def test_flipped_bytes_raise_nothing_but_value_error(tiny_gguf):
     assert opened + loaded + refused > 1000 and refused > 100
 
 
-# --- the real file --------------------------------------------------------------------------------------------
+# --- the real file --------------------------------------------------------------------------------
 
 
 def test_the_real_file_as_the_gguf_package_dequantizes_it():

@@ -1,0 +1,170 @@
+"""The allocator for a page in a browser: a list of actions in, the state after each of them out, as JSON."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+
+from .errors import whole
+from .manager import BlockManager, PagedSequence
+
+LIMITS = {
+    "num_blocks": 4096,
+    "actions": 1000,
+    "tokens": 65536,
+}  # what a page can show, and how long it may take
+WASTE = ("utilisation_blocks", "utilisation_tokens", "waste", "hit_rate")
+
+
+class _Stage:
+    """A manager, the names of its sequences, and the words that tokens stand for."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix: bool) -> None:
+        self.manager = BlockManager(num_blocks, block_size, prefix=prefix)
+        self.named: dict[str, PagedSequence] = {}
+        self.words: list[object] = []
+        self.numbers: dict[tuple[type, object], int] = {}
+        self.wrote: dict[int, list[int]] = {}  # what the slots of a block hold, free blocks too
+        self.seen = 0
+
+    # --- what a page may do: each returns the copies it makes ---------------------------------------------
+
+    def arrive(self, name: str, tokens=(), salt: str | None = None):
+        """A prompt: its full blocks can be found at once."""
+        self._new(name)
+        seq = self.manager.allocate(self._tokens(tokens), () if salt is None else (salt,))
+        self.named[name] = seq
+        return self._written(seq)
+
+    def append(self, name: str, tokens=()):
+        """A token or more at the end."""
+        seq = self._old(name)
+        copies = self.manager.append(seq, self._tokens(tokens))
+        return self._written(seq, copies)
+
+    def fork(self, name: str, new: str):
+        """A second sequence with the same beginning, under a new name."""
+        self._new(new)
+        self.named[new] = self.manager.fork(self._old(name))
+
+    def crop(self, name: str, n: int):
+        """Only the first n tokens stay."""
+        self.manager.crop(self._old(name), n)
+
+    def finish(self, name: str):
+        """The sequence leaves."""
+        self.manager.free(self._old(name))
+        del self.named[name]
+
+    def evict(self, n: int | None = None):
+        """The n cached blocks that were freed longest ago are forgotten; without n, all."""
+        self.manager.evict(n)
+
+    # --- help ---------------------------------------------------------------------------------------------
+
+    def _new(self, name) -> None:
+        if not isinstance(name, str) or not name or name in self.named:
+            raise ValueError(f"name={name!r}; need a name that no live sequence has")
+
+    def _old(self, name) -> PagedSequence:
+        if not isinstance(name, str) or name not in self.named:
+            raise ValueError(f"name={name!r}; the live sequences are {', '.join(self.named) or 'none'}")
+        return self.named[name]
+
+    def _tokens(self, tokens) -> list[int]:
+        """Numbers and words alike: each different one is a token."""
+        tokens = tokens.split() if isinstance(tokens, str) else tokens
+        if not isinstance(tokens, list | tuple) or any(type(t) not in (int, str) for t in tokens):
+            raise ValueError(f"tokens={tokens!r}; need a text, or a list of words and integers")
+        self.seen += len(tokens)
+        if self.seen > LIMITS["tokens"]:
+            raise ValueError(f"tokens: at most {LIMITS['tokens']} of them in one request")
+        for t in tokens:
+            if (type(t), t) not in self.numbers:
+                self.numbers[type(t), t] = len(self.words)
+                self.words.append(t)
+        return [self.numbers[type(t), t] for t in tokens]
+
+    def _written(self, seq: PagedSequence, copies=()) -> list:
+        for source, destination in copies:
+            self.wrote[destination] = self.wrote[source][:]
+        size = self.manager.block_size
+        for k, block in enumerate(seq.table.ids):
+            mine = list(seq.tokens[k * size : (k + 1) * size])
+            old = self.wrote.get(block, [])
+            shares = self.manager.pool.ref_count(block) > 1 and old[: len(mine)] == mine
+            self.wrote[block] = old if shares else mine
+        self.manager.register(seq)
+        return list(copies)
+
+    def state(self) -> dict:
+        manager = self.manager
+        order = manager.pool.eviction_order()
+        usage = manager.usage()
+        blocks = []
+        for i in range(manager.pool.num_blocks):
+            refs = manager.pool.ref_count(i)
+            kept = manager.pool.is_kept(i)
+            tokens = [self.words[t] for t in self.wrote.get(i, [])] if refs or kept else []
+            state = "live" if refs else "cached" if kept else "empty"
+            blocks.append({"id": i, "state": state, "refs": refs, "tokens": tokens, "findable": kept})
+        return {
+            "sequences": {
+                name: {"length": len(seq), "blocks": seq.table.ids[:], "shared": seq.shared}
+                for name, seq in self.named.items()
+            },
+            "pool": blocks,
+            "free": manager.num_free,
+            "eviction_order": order,
+            "usage": asdict(usage) | {name: getattr(usage, name) for name in WASTE},
+        }
+
+
+def _frames(data: dict) -> list[dict]:
+    unknown = set(data) - {"num_blocks", "block_size", "prefix", "actions"}
+    if unknown:
+        raise ValueError(f"request: {sorted(unknown)} are no keys of it")
+    num_blocks = whole("num_blocks", data.get("num_blocks"), 1)
+    actions = data.get("actions", [])
+    if num_blocks > LIMITS["num_blocks"]:
+        raise ValueError(f"num_blocks={num_blocks}; a page shows at most {LIMITS['num_blocks']}")
+    if not isinstance(actions, list) or len(actions) > LIMITS["actions"]:
+        raise ValueError(f"actions: need a list of at most {LIMITS['actions']}")
+    stage = _Stage(num_blocks, data.get("block_size"), bool(data.get("prefix", True)))
+    verbs: dict[str, Callable] = {
+        name: getattr(stage, name) for name in ("arrive", "append", "fork", "crop", "finish", "evict")
+    }
+    frames = [{"action": None, "error": None, "copies": [], **stage.state()}]
+    for action in actions:
+        error, copies = None, None
+        try:
+            if not isinstance(action, dict) or action.get("do") not in verbs:
+                raise ValueError(f"action {action!r}: `do` must be one of {', '.join(verbs)}")
+            copies = verbs[action["do"]](**{k: v for k, v in action.items() if k != "do"})
+        except (ValueError, TypeError) as e:  # TypeError: an argument too many or too few
+            error = str(e).replace("_Stage.", "")
+        frames.append({"action": action, "error": error, "copies": copies or [], **stage.state()})
+    return frames
+
+
+def live(request: str) -> str:
+    """Play a list of actions on an empty pool, and tell the state before the first and after each of them.
+
+    request  {"num_blocks": 8, "block_size": 4, "prefix": true, "actions": [...]}, where an action is one of
+             {"do": "arrive", "name": "A", "tokens": "the words of a prompt", "salt": null}
+             {"do": "append", "name": "A", "tokens": ["one", "two"]}
+             {"do": "fork", "name": "A", "new": "B"}      {"do": "crop", "name": "A", "n": 5}
+             {"do": "finish", "name": "A"}                {"do": "evict", "n": 1}
+
+    Returns {"ok": true, "result": {"frames": [...]}}: a frame has `action`, `error` (the action was refused and
+    changed nothing) or null, `copies` [[source, destination], ...], `sequences` by name with their tables,
+    `pool` (every block: state live, cached or empty, refs, tokens, findable), `free`, `eviction_order`, and
+    `usage` with utilisation and waste. A request that makes no sense: {"ok": false, "error": "..."}.
+    """
+    try:
+        data = json.loads(request)
+        if not isinstance(data, dict):
+            raise ValueError(f"request must be a JSON object, got {type(data).__name__}")
+        reply = {"ok": True, "result": {"frames": _frames(data)}}
+    except (ValueError, TypeError, RecursionError) as error:
+        reply = {"ok": False, "error": str(error)}
+    return json.dumps(reply)
