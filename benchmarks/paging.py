@@ -162,7 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
         for n, rounds in alone.items():
             rounds.append(pool_round(n, seed))
 
-    print("manager   block      pool  build us  allocate seq/s  (blocks/s)  register blocks/s  decode steps/s")
+    print(
+        "manager   block      pool  build us  allocate seq/s  (blocks/s)  register blocks/s  decode steps/s"
+    )
     for (size, n), rounds in managers.items():
         r = best(rounds)
         print(

@@ -10,6 +10,7 @@
 import torch
 
 from ..cost import ModelSpec
+from .adapter import as_transformers
 from .base import Cache
 from .contiguous import ContiguousCache
 from .latent import LatentCache
@@ -26,6 +27,7 @@ __all__ = [
     "PagedStorage",
     "QuantizedCache",
     "SlidingCache",
+    "as_transformers",
     "make_cache",
 ]
 

@@ -51,6 +51,13 @@ class ContiguousCache(Cache):
             return_lse=return_lse,
         )
 
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All stored keys and values in order, (B, Hkv, n, D) each; for rows of one length."""
+        rows = self._rows[self._layer(layer)]
+        if len(set(rows)) > 1:
+            raise ValueError(f"rows have lengths {rows}; read needs rows of one length")
+        return self._k[layer][:, :, : rows[0]], self._v[layer][:, :, : rows[0]]
+
     @property
     def nbytes(self):
         return sum(t.nbytes for t in (*self._k, *self._v))

@@ -101,8 +101,8 @@ class Decoder(nn.Module):
             raise ValueError(f"logits={logits!r}; accepted: 'all', 'last'")
         B, S = ids.shape
         rows = self._rows(B, S, lengths)
-        if cache is not None and cache.batch != B:
-            raise ValueError(f"cache has batch={cache.batch}, ids has {B} rows")
+        if cache is not None:
+            self._check_cache(cache, B)
         starts = [0] * B if cache is None else cache.row_lengths()
         x = self.embed(ids)
         cos, sin = self.angles(_positions(starts, S, ids.device))
@@ -111,6 +111,15 @@ class Decoder(nn.Module):
         if logits == "last":
             x = x[:, -1:] if rows is None else _last(x, rows)
         return self.head(x)
+
+    def _check_cache(self, cache: Cache, B: int) -> None:
+        """Here rather than in some later layer, when the first ones have been written."""
+        if cache.batch != B:
+            raise ValueError(f"cache has batch={cache.batch}, ids has {B} rows")
+        for name in ("layers", "heads", "kv_heads", "head_dim"):
+            made_for, own = getattr(cache.spec, name), getattr(self.spec, name)
+            if made_for != own:
+                raise ValueError(f"cache was made for {name}={made_for}; this model has {name}={own}")
 
     def _rows(self, B: int, S: int, lengths) -> list[int] | None:
         if lengths is None:

@@ -149,6 +149,11 @@ def _load_folder(folder: Path, dtype, device) -> tuple[Decoder, Tokenizer]:
     tensors = SafeTensors(folder)
     if spec.tied is False and "lm_head.weight" not in tensors.files:
         raise ValueError(f"{folder}: config.json says untied, but there is no tensor 'lm_head.weight'")
+    if spec.tied and "lm_head.weight" in tensors.files:
+        if not torch.equal(tensors.take("lm_head.weight"), tensors.take("model.embed_tokens.weight")):
+            raise ValueError(
+                f"{folder}: config.json says tied, but 'lm_head.weight' differs from the embedding"
+            )
     decoder = Decoder(spec, lambda name: tensors.take(name).to(device=device, dtype=dtype)).eval()
     tokenizer = Tokenizer.from_folder(folder)
     decoder.stop_ids = tokenizer.eos_ids
@@ -161,8 +166,7 @@ class SafeTensors:
     def __init__(self, folder: Path):
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
-            table = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
-            self.files = {name: folder / file for name, file in table.items()}
+            self.files = {name: folder / file for name, file in _weight_map(index).items()}
         elif single.is_file():
             self.files = dict.fromkeys(_keys(single), single)
         else:
@@ -175,7 +179,19 @@ class SafeTensors:
         if name not in self.files:
             raise ValueError(f"{next(iter(self.files.values())).parent}: no tensor {name!r}")
         with _opened(self.files[name]) as f:
+            if name not in f.keys():
+                raise ValueError(f"{self.files[name].name}: no tensor {name!r}, although the index says so")
             return f.get_tensor(name)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, TypeError, KeyError):
+        table = None
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise ValueError(f"{index}: no 'weight_map' from tensors to files in it")
+    return table
 
 
 def _keys(path: Path) -> list[str]:

@@ -7,7 +7,8 @@
         ...                                     # the storage copies one block, then writes the token's slot
     manager.free(seq)
 
-It decides and never touches a key or a value: a storage follows the tables and makes the copies it is told of.
+It decides and never touches a key or a value: a storage follows the tables and makes the copies it is told
+of.
 """
 
 from array import array
@@ -23,7 +24,7 @@ from .table import BlockTable, blocks_needed
 class PagedSequence:
     """One sequence, as its manager keeps it; to be read, not written.
 
-    tokens      its token ids, array of 64-bit integers
+    tokens      its token ids, array of 32-bit integers
     table       its `BlockTable`
     extra       what it may share a prefix under, besides the tokens
     shared      tokens at its start whose keys and values were found in the cache: never the whole prompt
@@ -85,9 +86,9 @@ class BlockManager:
 
     prefix: whether prompts look for what is cached of them, and freed blocks keep what was registered.
 
-    A call that raises has changed nothing. `PoolFull` (a ValueError) means not now: it would fit if others were
-    freed. A plain ValueError means never: more blocks than the pool has, a sequence that was freed or belongs
-    to another manager, tokens that are no integers. Attributes to read: `pool`, `index`.
+    A call that raises has changed nothing. `PoolFull` (a ValueError) means not now: it would fit if others
+    were freed. A plain ValueError means never: more blocks than the pool has, a sequence that was freed or
+    belongs to another manager, tokens that are no integers. Attributes to read: `pool`, `index`.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix: bool = True) -> None:
@@ -112,25 +113,26 @@ class BlockManager:
         return len(self._match(as_tokens("prompt", prompt), extra)) * self.block_size
 
     def allocate(self, prompt: Iterable[int], extra: Extra = ()) -> PagedSequence:
-        """A sequence of the prompt's tokens, in cached blocks as far as they are found and in new ones beyond.
+        """A sequence of the prompt's tokens: in cached blocks as far as they are found, in new ones beyond.
 
         Looking, taking the references and allocating are one step: either all of it happens or nothing. A
         prompt of no token is a sequence without blocks.
         """
-        tokens, pool = as_tokens("prompt", prompt)[:], self.pool
-        total = blocks_needed(len(tokens), self.block_size)
+        tokens, pool = as_tokens("prompt", prompt), self.pool
+        total = -(-len(tokens) // self.block_size)
         if total > pool.num_blocks:
             raise ValueError(
                 f"prompt: {len(tokens)} tokens take {total} blocks and the pool has {pool.num_blocks}"
             )
         found = self._match(tokens, extra)
         new = total - len(found)
-        left = pool.num_free - sum(1 for i in found if not pool.ref_count(i))
+        left = pool.num_free - sum([not pool._refs[i] for i in found])
         if new > left:
             raise PoolFull(f"prompt: {new} blocks are needed beyond {len(found)} found, and {left} are free")
         pool.take(found)  # first, lest they be evicted for the rest
         table = BlockTable(pool, found + pool.allocate(new), len(tokens))
-        seq = PagedSequence(tokens, table, tuple(extra), len(found) * self.block_size, len(found))
+        mine = tokens[:] if tokens is prompt else tokens
+        seq = PagedSequence(mine, table, tuple(extra), len(found) * self.block_size, len(found))
         self._live[seq] = None
         self._prompts += 1
         self._hits += bool(found)
@@ -139,40 +141,49 @@ class BlockManager:
         return seq
 
     def append(self, seq: PagedSequence, tokens: int | Iterable[int]) -> list[tuple[int, int]]:
-        """One token more, or several: their slots are reserved. Returns the copies to make before writing them.
+        """One token more, or several: their slots are reserved. Returns the copies to make before writing.
 
         The copies are (source, destination) blocks, at most one, as in `BlockTable.append`.
         """
-        self._known(seq)
-        before = len(seq.tokens)
-        seq.tokens += as_tokens("tokens", (tokens,) if isinstance(tokens, int) else tokens)
+        if seq not in self._live:
+            self._known(seq)
+        mine = seq.tokens
+        before = len(mine)
         try:
-            return seq.table.append(len(seq.tokens) - before)
+            if isinstance(tokens, int):
+                mine.append(tokens)
+            else:
+                mine += as_tokens("tokens", tokens)
+            return seq.table.append(len(mine) - before)
+        except OverflowError:
+            raise ValueError(f"tokens={tokens}; need integers of 0 to 2**32 - 1") from None
         except ValueError:
-            del seq.tokens[before:]
+            del mine[before:]
             raise
 
     def register(self, seq: PagedSequence, computed: int | None = None) -> list[int]:
         """Make the full blocks of the sequence findable, those of its first `computed` tokens (None: all).
 
         To be called when the keys and values of these tokens are written, after the forward pass, and before
-        another prompt may find them. Tokens that may be cropped again, such as drafts, are left to a later call.
-        Returns the blocks that are new to the index.
+        another prompt may find them. Drafts, which may be cropped again, are left to a later call. Returns the blocks that are new to the index.
         """
-        self._known(seq)
-        if computed is not None and whole("computed", computed) > len(seq.tokens):
-            raise ValueError(f"computed={computed}; the sequence has {len(seq.tokens)} tokens")
-        full = (len(seq.tokens) if computed is None else computed) // self.block_size
+        if seq not in self._live:
+            self._known(seq)
+        n = len(seq.tokens)
+        if computed is not None:
+            if whole("computed", computed) > n:
+                raise ValueError(f"computed={computed}; the sequence has {n} tokens")
+            n = computed
+        full = n // self.block_size
         if full <= seq.registered or not self.prefix:
             return []
         new = self.index.register(seq.table.ids, seq.tokens, seq.extra, start=seq.registered, stop=full)
-        for block in new:
-            self.pool.keep(block)
+        self.pool.keep(new)
         seq.registered = full
         return new
 
     def fork(self, seq: PagedSequence) -> PagedSequence:
-        """A second sequence of the same tokens in the same blocks; the first to write a shared block copies it."""
+        """A second sequence of the same tokens in the same blocks; whoever writes a shared block copies it."""
         self._known(seq)
         new = PagedSequence(seq.tokens[:], seq.table.fork(), seq.extra, seq.shared, seq.registered)
         self._live[new] = None

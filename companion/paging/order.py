@@ -1,8 +1,8 @@
-"""The order of eviction: a doubly linked list whose links are two arrays, so that the middle is as near as the ends.
+"""The order of eviction: a doubly linked list in two arrays, so that its middle is as near as its ends.
 
-A queue finds its oldest member at once but must be searched for any other. Here every block has a place of its
-own for "who is before me" and "who is after me": a cached block that is wanted again leaves the middle of the
-order in a few array writes, however many blocks wait in it. vLLM's free list does the same with objects.
+A queue finds its oldest member at once but must be searched for any other. Here every block has a place of
+its own for "who is before me" and "who is after me": a cached block that is wanted again leaves the middle of
+the order in a few array writes, however many blocks wait in it. vLLM's free list does the same with objects.
 """
 
 from array import array
@@ -93,9 +93,7 @@ class EvictionOrder:
         """Raise BrokenInvariant unless both directions tell of the same members, each once."""
         last, seen = END, 0
         for i in self:
-            must(
-                0 <= i < len(self._before), f"the order of eviction leads to block {i}, which does not exist"
-            )
+            must(0 <= i < len(self._before), f"the order of eviction leads to block {i}, which is none")
             must(self._before[i] == last, f"the order's links disagree at block {i}")
             last, seen = i, seen + 1
             must(seen <= self._count, f"the order of eviction holds more than the {self._count} it counts")

@@ -25,11 +25,11 @@ class BlockPool:
 
     `ids` are block ids as `allocate` gave them: Python integers. A call that raises has changed nothing.
 
-    on_forget: called with the id of a block whose cached content is given up, by eviction or `forget`.
+    on_forget: called with the ids of blocks whose cached content is given up, by eviction or `forget`.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, on_forget: Callable[[int], object] | None = None
+        self, num_blocks: int, block_size: int, *, on_forget: Callable[[list[int]], object] | None = None
     ) -> None:
         if whole("num_blocks", num_blocks, 1) >= 2**31:
             raise ValueError(f"num_blocks={num_blocks}; block ids are int32, so fewer than {2**31}")
@@ -69,12 +69,11 @@ class BlockPool:
         Raises PoolFull if fewer than n are free now, ValueError for an n that is no count or that the whole
         pool could not give.
         """
-        whole("n", n)
-        if n > self.num_free:
+        refs, empty = self._refs, self._empty
+        if whole("n", n) > len(empty) and n > self.num_free:
             if n > self.num_blocks:
                 raise ValueError(f"n={n}; the pool has {self.num_blocks} blocks in all")
             raise PoolFull(f"n={n}; {self.num_free} of the pool's {self.num_blocks} blocks are free")
-        refs, empty = self._refs, self._empty
         cut = max(0, len(empty) - n)
         ids = empty[cut:]
         del empty[cut:]
@@ -138,11 +137,14 @@ class BlockPool:
 
     # --- content -----------------------------------------------------------------------------------------
 
-    def keep(self, id: int) -> None:
-        """From now on the content of this live block is worth finding again. ValueError for a free block."""
-        if not self.ref_count(id):
-            raise ValueError(f"id={id}; the block is free, so whatever it held may be gone")
-        self._kept[id] = 1
+    def keep(self, ids: Iterable[int]) -> None:
+        """From now on the content of these live blocks is worth finding again. ValueError for a free block."""
+        ids, refs = self._known(ids), self._refs
+        for i in ids:
+            if not refs[i]:
+                raise ValueError(f"ids: block {i} is free, so whatever it held may be gone")
+        for i in ids:
+            self._kept[i] = 1
 
     def is_kept(self, id: int) -> bool:
         """Whether the content of this block, live or free, is kept."""
@@ -150,7 +152,7 @@ class BlockPool:
         return id < len(self._kept) and bool(self._kept[id])
 
     def writable(self, id: int) -> bool:
-        """Whether a block may be written where it is: one owner, and nobody could find it through its content."""
+        """Whether a live block may be written in place: it has one owner and nothing to be found by."""
         return self._refs[id] == 1 and not self._kept[id]
 
     def forget(self, id: int) -> None:
@@ -188,11 +190,11 @@ class BlockPool:
     def _forget(self, ids: list[int]) -> None:
         for i in ids:
             self._kept[i] = 0
-            if self.on_forget is not None:
-                self.on_forget(i)
+        if ids and self.on_forget is not None:
+            self.on_forget(ids)
 
     def _known(self, ids: Iterable[int]) -> list[int]:
-        """ids as a list, once it is sure that all were handed out at some time. At C speed: it is on every path."""
+        """ids as a list, once it is sure that all were handed out some time. In C: every call comes here."""
         try:
             ids = list(ids)
         except TypeError:
@@ -236,8 +238,6 @@ class BlockPool:
             must(not twice, f"blocks {sorted(twice)} are both {name}")
         lost = set(range(used)) ^ (live | empty | cached)
         must(not lost, f"blocks {sorted(lost)} are neither live nor free")
-        must(
-            all(self._kept[i] for i in cached), "a block waits for eviction although its content is not kept"
-        )
+        must(all(self._kept[i] for i in cached), "a block waits for eviction whose content is not kept")
         must(not any(self._kept[i] for i in empty), "an empty block's content is kept")
         must(self.num_free == self.num_blocks - len(live), f"num_free={self.num_free}, live={len(live)}")

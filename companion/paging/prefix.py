@@ -1,27 +1,25 @@
 """Which blocks hold the beginning of this prompt already.
 
-Keys and values of a token depend on every token before it, so a block is reusable only under an equal prefix. The
-index therefore names a full block by a chain of digests,
+Keys and values of a token depend on every token before it, so a block is reusable only under an equal prefix.
+The index therefore names a full block by a chain of digests,
 
     digest = sha256(parent || count || tokens || extra)
 
     parent   digest of the block before, 32 bytes; 32 zero bytes for the first block
     count    number of tokens, 8 bytes little-endian
-    tokens   8 bytes each, signed, little-endian
+    tokens   4 bytes each, little-endian
     extra    per value: a letter for its type, the length of its text in decimal, ":", its text in UTF-8
 
-which is the same in every process and on every machine. `extra` is whatever else keys and values or the right to
-see them depend on: a tenant's salt, the name of an adapter. Prompts that differ in it share nothing.
+which is the same in every process and on every machine. `extra` is whatever else keys and values, or the right
+to see them, depend on: a tenant's salt, the name of an adapter. Prompts that differ in it share nothing.
 
-A digest only finds a candidate. A hit is declared after the tokens and `extra` were compared and the candidate's
-parent is the very entry that was matched one block earlier, so that even equal digests of different prompts
-cannot mix them up.
+A digest only finds a candidate. It is a hit if its tokens and `extra` are equal and its parent is the very entry
+that was matched one block earlier, so that even equal digests of different prompts could not mix them up.
 """
 
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 
 from .errors import must, whole
@@ -32,17 +30,19 @@ _KINDS = {str: b"s", bytes: b"y", int: b"i", bool: b"b", type(None): b"n"}
 
 
 def as_tokens(name: str, tokens: Iterable[int]) -> array:
-    """Token ids as an array of 64-bit integers; ValueError naming the argument for anything else."""
-    if type(tokens) is array and tokens.typecode == "q":
+    """Token ids as an array of 32-bit integers; ValueError naming the argument for anything else."""
+    if type(tokens) is array and tokens.typecode == "I":
         return tokens
     try:
-        return array("q", list(tokens))
+        return array("I", list(tokens))
     except (TypeError, OverflowError):
-        raise ValueError(f"{name}: need token ids, integers of at most 64 bits") from None
+        raise ValueError(f"{name}: need token ids, integers of 0 to 2**32 - 1") from None
 
 
 def encode_extra(extra: Extra) -> bytes:
-    """The bytes of `extra` in a digest. ValueError for anything but a tuple of str, bytes, int, bool, None."""
+    """The bytes of `extra` in a digest. ValueError unless it is a tuple of str, bytes, int, bool and None."""
+    if extra == ():
+        return b""
     if not isinstance(extra, (tuple, list)) or any(type(x) not in _KINDS for x in extra):
         raise ValueError(f"extra={extra!r}; need a tuple of str, bytes, int, bool or None")
     parts = []
@@ -53,15 +53,11 @@ def encode_extra(extra: Extra) -> bytes:
 
 
 def block_digest(parent: bytes, tokens: Iterable[int], extra: Extra = ()) -> bytes:
-    """The digest of a block of `tokens` that follows the block with digest `parent` (ROOT: none). 32 bytes."""
+    """The digest, 32 bytes, of a block of `tokens` that follows the block with digest `parent` (ROOT: none)."""
     if not isinstance(parent, bytes) or len(parent) != 32:
         raise ValueError(f"parent={parent!r}; need a digest of 32 bytes")
     data = as_tokens("tokens", tokens)
-    return _digest(parent, len(data).to_bytes(8, "little"), _bytes(data), encode_extra(extra))
-
-
-def _digest(parent: bytes, count: bytes, tokens: bytes, extra: bytes) -> bytes:
-    return sha256(parent + count + tokens + extra).digest()
+    return sha256(parent + len(data).to_bytes(8, "little") + _bytes(data) + encode_extra(extra)).digest()
 
 
 def _bytes(tokens: array) -> bytes:
@@ -71,25 +67,32 @@ def _bytes(tokens: array) -> bytes:
     return tokens.tobytes()
 
 
-@dataclass(slots=True, eq=False)
 class Entry:
     """One content: these tokens after that parent; and the blocks that hold it, the newest last.
 
     Two blocks hold the same content when two sequences computed it at the same time, or when a prompt that is
     cached to its very end recomputes its last block.
+
+    number  unlike a digest, never the same for two entries; parent is the parent's, 0 for none
     """
 
-    number: int  # unlike a digest, never the same for two entries
-    parent: int  # the parent's number, 0 for none
-    parent_digest: bytes
-    digest: bytes
-    tokens: bytes
-    extra: bytes
-    blocks: dict[int, None] = field(default_factory=dict)  # a set that keeps its order
+    __slots__ = ("number", "parent", "parent_digest", "digest", "tokens", "extra", "blocks")
+
+    def __init__(self, number, parent, parent_digest, digest, tokens, extra) -> None:
+        self.number, self.parent, self.parent_digest = number, parent, parent_digest
+        self.digest, self.tokens, self.extra = digest, tokens, extra
+        self.blocks: dict[int, None] = {}  # a set that keeps its order
+
+    def holds(self, parent: int, tokens: bytes, extra: bytes) -> bool:
+        """Whether it is this content, whatever the digest says."""
+        return self.tokens == tokens and self.parent == parent and self.extra == extra
 
 
 class PrefixIndex:
-    """Full blocks of block_size tokens by content. It owns no block and counts no reference: the pool does."""
+    """Full blocks of block_size tokens by content. It owns no block and counts no reference: the pool does.
+
+    `blocks` are ids, integers of at least 0. A call that raises has changed nothing.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = whole("block_size", block_size, 1)
@@ -110,7 +113,7 @@ class PrefixIndex:
 
     def content(self, block: int) -> list[int]:
         """The tokens of an indexed block; ValueError for any other."""
-        tokens = array("q", self._entry(block).tokens)
+        tokens = array("I", self._entry(block).tokens)
         if sys.byteorder == "big":
             tokens.byteswap()
         return list(tokens)
@@ -119,19 +122,20 @@ class PrefixIndex:
         """The digest that names the content of an indexed block; ValueError for any other."""
         return self._entry(block).digest
 
-    def match(self, tokens: Sequence[int], extra: Extra = ()) -> list[int]:
+    def match(self, tokens: Iterable[int], extra: Extra = ()) -> list[int]:
         """Blocks that hold the longest cached beginning of `tokens`, in order; nothing is changed.
 
-        At most len(tokens) - 1 tokens are matched: the model has to be run on the last one in any case, to have
-        its logits. So a prompt of exactly two cached blocks matches one.
+        At most len(tokens) - 1 tokens are matched: the model has to be run on the last one in any case, to
+        have its logits. So a prompt of exactly two cached blocks matches one.
         """
         tokens, key = as_tokens("tokens", tokens), encode_extra(extra)
-        size, parent, digest, found = self.block_size, 0, ROOT, []
+        size, count, by_digest = self.block_size, self._count, self._by_digest
+        parent, digest, found = 0, ROOT, []
         for at in range(0, len(tokens) - size, size):  # the last start leaves a token over
             data = _bytes(tokens[at : at + size])
-            digest = _digest(digest, self._count, data, key)
-            entry = self._by_digest.get(digest)
-            if entry is None or not _same(entry, parent, data, key):
+            digest = sha256(digest + count + data + key).digest()
+            entry = by_digest.get(digest)
+            if entry is None or not entry.holds(parent, data, key):
                 break
             found.append(next(reversed(entry.blocks)))
             parent = entry.number
@@ -140,7 +144,7 @@ class PrefixIndex:
     def register(
         self,
         blocks: Sequence[int],
-        tokens: Sequence[int],
+        tokens: Iterable[int],
         extra: Extra = (),
         *,
         start: int = 0,
@@ -148,12 +152,12 @@ class PrefixIndex:
     ) -> list[int]:
         """Make the full blocks of a sequence findable; returns those that were not in the index before.
 
-        blocks[k] holds tokens[k * block_size : (k + 1) * block_size], written already; a last block that is not
-        full is left out. Only blocks start .. stop - 1 are looked at (stop None: to the last full one), and what
-        comes before them has to be registered: so a decode step's call costs one block, not the whole sequence.
+        blocks[k] holds tokens[k * block_size : (k + 1) * block_size], written already; a last block that is
+        not full is left out. Only blocks start .. stop - 1 are looked at (stop None: to the last full one), and
+        what comes before them has to be registered: so a decode step's call costs one block, not all.
 
-        Raises ValueError, changing nothing, for a range that does not fit the full blocks, if block start - 1 is
-        not in the index, if a block comes twice, or if one is in the index with another content.
+        Raises ValueError for a range that does not fit the full blocks, if block start - 1 is not in the
+        index, if a block comes twice, or if one is in the index with another content.
         """
         tokens, key = as_tokens("tokens", tokens), encode_extra(extra)
         size, full = self.block_size, len(tokens) // self.block_size
@@ -165,67 +169,69 @@ class PrefixIndex:
             )
         before = self._entry(blocks[start - 1]) if start else None
         parent, digest = (before.number, before.digest) if before else (0, ROOT)
+        count, by_digest, by_block = self._count, self._by_digest, self._by_block
+        data, step, made = _bytes(tokens[start * size : stop * size]), 4 * size, self._made
         plan: dict[int, Entry] = {}
-        made = self._made
-        for k in range(start, stop):
-            block, data = blocks[k], _bytes(tokens[k * size : (k + 1) * size])
-            above, digest = digest, _digest(digest, self._count, data, key)
-            entry = known = self._by_block.get(block)
-            if known is None:
-                entry = self._by_digest.get(digest)
-                if entry is None or not _same(entry, parent, data, key):
+        for at, block in enumerate(blocks[start:stop]):
+            chunk = data[at * step : (at + 1) * step]
+            above, digest = digest, sha256(digest + count + chunk + key).digest()
+            entry = by_block.get(block)
+            if entry is not None:
+                if not entry.holds(parent, chunk, key):
+                    raise ValueError(f"blocks: block {block} is in the index with another content")
+            else:
+                if block in plan or type(block) is not int or block < 0:
+                    raise ValueError(f"blocks: {block!r}; need ids of blocks, each once")
+                entry = by_digest.get(digest)
+                if entry is None or not entry.holds(parent, chunk, key):
                     made += 1
-                    entry = Entry(made, parent, above, digest, data, key)
-                if whole("blocks", block) in plan:
-                    raise ValueError(f"blocks: block {block} comes twice")
+                    entry = Entry(made, parent, above, digest, chunk, key)
                 plan[block] = entry
-            elif not _same(known, parent, data, key):
-                raise ValueError(f"blocks: block {block} is in the index with another content")
             parent = entry.number
         for block, entry in plan.items():
-            self._by_digest[entry.digest] = self._by_block[block] = entry
+            by_digest[entry.digest] = by_block[block] = entry
             entry.blocks[block] = None
         self._made = made
         return list(plan)
 
-    def remove(self, block: int) -> None:
-        """This block no longer holds its content. ValueError if it is not in the index."""
-        entry = self._entry(block)
-        del self._by_block[block]
-        del entry.blocks[block]
-        # The digest may lead to a newer entry by now: take away only what leads here.
-        if not entry.blocks and self._by_digest.get(entry.digest) is entry:
-            del self._by_digest[entry.digest]
+    def remove(self, blocks: Iterable[int]) -> None:
+        """These blocks no longer hold their content. ValueError if one is not in the index, or comes twice."""
+        blocks = list(blocks)
+        if len(set(blocks)) < len(blocks):
+            raise ValueError(f"blocks={blocks}; need each once")
+        for block, entry in [(b, self._entry(b)) for b in blocks]:
+            del self._by_block[block]
+            del entry.blocks[block]
+            # The digest may lead to a newer entry by now: take away only what leads here.
+            if not entry.blocks and self._by_digest.get(entry.digest) is entry:
+                del self._by_digest[entry.digest]
 
     def _entry(self, block: int) -> Entry:
         entry = self._by_block.get(block)
         if entry is None:
-            raise ValueError(f"block {block!r} is not in the index")
+            raise ValueError(f"blocks: block {block!r} is not in the index")
         return entry
 
     def check(self) -> None:
         """Raise BrokenInvariant on the first of these that fails. O(blocks in the index).
 
-        1. Every block of the index is among the blocks of its entry, and every entry's blocks lead back to it.
-        2. Every entry that a digest leads to has a block, and has that digest.
-        3. Every entry's digest is the digest of what it holds, which is one full block.
-        4. No two entries have one number, and none has its own as its parent's.
+        1. Every block of the index is among its entry's blocks, and every entry's blocks lead back to it.
+        2. Every entry in the index has a block.
+        3. Every entry is one full block, named by the digest of what it holds, and later than its parent.
+        4. Every digest leads to an entry that has this digest.
+        5. No two entries have one number.
         """
-        entries = {id(e): e for e in [*self._by_block.values(), *self._by_digest.values()]}.values()
         for block, entry in self._by_block.items():
             must(block in entry.blocks, f"block {block} is in the index, but not in its entry")
+        entries = {id(e): e for e in [*self._by_block.values(), *self._by_digest.values()]}.values()
         for entry in entries:
             must(entry.blocks, f"entry {entry.number} is in the index without a block")
             for block in entry.blocks:
                 must(self._by_block.get(block) is entry, f"block {block} leads to another entry than its own")
-            made = _digest(entry.parent_digest, self._count, entry.tokens, entry.extra)
+            made = sha256(entry.parent_digest + self._count + entry.tokens + entry.extra).digest()
             must(entry.digest == made, f"entry {entry.number} has not the digest of its content")
-            must(len(entry.tokens) == 8 * self.block_size, f"entry {entry.number} is not one full block")
+            must(len(entry.tokens) == 4 * self.block_size, f"entry {entry.number} is not one full block")
             must(0 <= entry.parent < entry.number, f"entry {entry.number} follows entry {entry.parent}")
         for digest, entry in self._by_digest.items():
             must(digest == entry.digest, f"a digest leads to entry {entry.number}, which has another one")
         must(len({e.number for e in entries}) == len(entries), "two entries have the same number")
-
-
-def _same(entry: Entry, parent: int, tokens: bytes, extra: bytes) -> bool:
-    return entry.parent == parent and entry.tokens == tokens and entry.extra == extra

@@ -2,10 +2,10 @@
 
 Token p lives in slot p % block_size of block ids[p // block_size]; the blocks may lie anywhere in the pool.
 
-A token joins a sequence when its slot is reserved, by `append`, *before* the forward pass that writes its key
-and value. So a sequence of n tokens always has ceil(n / block_size) blocks: with blocks of 16 the 16th token
-still goes into the first block and the 17th takes the second. In a decode loop the token that was just sampled
-is appended at the start of the next step.
+A token joins a sequence when its slot is reserved, by `append`, *before* the forward pass that writes its
+key and value. So a sequence of n tokens always has ceil(n / block_size) blocks: with blocks of 16 the 16th
+token still goes into the first block and the 17th takes the second. In a decode loop the token that was just
+sampled is appended at the start of the next step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,51 +31,48 @@ class BlockTable:
 
     def __init__(self, pool: BlockPool, ids: Iterable[int] = (), length: int = 0) -> None:
         self.pool, self.ids, self.length, self.freed = pool, list(ids), whole("length", length), False
-        if len(self.ids) != blocks_needed(length, pool.block_size):
-            raise ValueError(
-                f"ids has {len(self.ids)} blocks; length={length} takes "
-                f"{blocks_needed(length, pool.block_size)} of {pool.block_size} tokens"
-            )
+        total = -(-length // pool.block_size)
+        if len(self.ids) != total:
+            raise ValueError(f"ids has {len(self.ids)} blocks; length={length} tokens take {total}")
 
     def append(self, n: int = 1) -> list[tuple[int, int]]:
         """Reserve the slots of n more tokens. Returns the copies to make first: [(source, destination)].
 
-        A token that goes into a partly filled block which somebody else reads too must not be written there
+        A token that goes into a partly filled block which another table reads too must not be written there
         (copy on write): the block is replaced in this table by a new one, and the storage has to copy the old
-        one's content before it writes the token. There is at most one such copy. If the only other reader is the
-        cache of prefixes, that content is given up instead, and nothing is copied.
+        one's content before it writes the token. There is at most one such copy. A block that nobody else
+        holds, but that is kept to be found by its content (after a crop), is forgotten and then written.
 
         Raises PoolFull if the pool cannot give the blocks now, ValueError if it never could.
         """
         pool = self.pool
         block_size = pool.block_size
         filled = self.length % block_size
-        if filled and n == 1 and type(n) is int and pool.writable(self.ids[-1]):
-            self.length += 1  # what a decode step comes to, most of the time; a freed table has no length
-            return []
+        if filled and n == 1 and type(n) is int:  # a freed table has no length
+            last = self.ids[-1]
+            if pool._refs[last] == 1 and not pool._kept[last]:
+                self.length += 1  # what a decode step comes to, most of the time
+                return []
         self._usable()
-        total = blocks_needed(self.length + whole("n", n), block_size)
+        length = self.length + whole("n", n)
+        total = -(-length // block_size)
         if total > pool.num_blocks:
-            raise ValueError(
-                f"n={n}; {self.length + n} tokens take {total} blocks and the pool has {pool.num_blocks}"
-            )
+            raise ValueError(f"n={n}; {length} tokens take {total} blocks and the pool has {pool.num_blocks}")
         last = self.ids[-1] if filled and n else None
-        shared = last is not None and pool.ref_count(last) > 1
-        new = total - len(self.ids) + shared
+        copy = last is not None and pool.ref_count(last) > 1
+        new = total - len(self.ids) + copy
         if new > pool.num_free:
             raise PoolFull(f"n={n}; {new} more blocks are needed and {pool.num_free} are free")
-        if last is not None and not shared and pool.is_kept(last):
-            pool.forget(last)
-        ids = pool.allocate(new)
-        copies = []
-        if shared:
-            copies = [(last, ids[0])]
+        self.length = length
+        if copy:
+            ids = pool.allocate(new)
             self.ids[-1:] = ids
             pool.free([last])
-        else:
-            self.ids += ids
-        self.length += n
-        return copies
+            return [(last, ids[0])]
+        if last is not None and pool.is_kept(last):
+            pool.forget(last)
+        self.ids += pool.allocate(new)
+        return []
 
     def crop(self, n: int) -> None:
         """Keep the first n tokens; blocks beyond them lose this table's reference, the last one first.
@@ -91,7 +88,7 @@ class BlockTable:
         self.length = n
 
     def fork(self) -> "BlockTable":
-        """A second table of the same tokens in the same blocks: no token is copied until one of them writes."""
+        """A second table of the same tokens in the same blocks: nothing is copied until one of them writes."""
         self._usable()
         self.pool.fork(self.ids)
         return BlockTable(self.pool, self.ids, self.length)
@@ -105,7 +102,7 @@ class BlockTable:
     # --- for kernels -------------------------------------------------------------------------------------
 
     def slot(self, position: int) -> int:
-        """Where token `position` lies in the pool seen as one long row of slots: block * block_size + offset."""
+        """Where token `position` lies, the pool seen as one row of slots: block * block_size + offset."""
         self._usable()
         if whole("position", position) >= self.length:
             raise ValueError(f"position={position}; the table holds {self.length} tokens")
@@ -121,7 +118,7 @@ class BlockTable:
         return [ids[p // size] * size + p % size for p in range(start, stop)]
 
     def padded(self, width: int, fill: int = -1) -> list[int]:
-        """The row of a `block_table` of that width; what follows the blocks is `fill`, which nobody may read."""
+        """The row of a `block_table` of that width; behind the blocks comes `fill`, which nobody may read."""
         self._usable()
         if whole("width", width) < len(self.ids):
             raise ValueError(f"width={width}; the table has {len(self.ids)} blocks")

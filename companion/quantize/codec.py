@@ -1,16 +1,23 @@
 """The interface of a codec, what it returns, and the factory that knows their names."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .packing import per_byte
+from .rounding import half_ulp
+
+NAMES = ("int8", "int4", "int2", "fp8_e4m3", "fp8_e5m2", "nvfp4", "mxfp4")
+LIMIT = 2.0**126  # 8.5e37: within it nothing overflows in float32 on the way
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """Numbers in few bits, and what is needed to read them.
 
@@ -34,7 +41,7 @@ class QuantizedTensor:
     @property
     def bits_per_value(self) -> float:
         """Bits for one number, scales and zeros included."""
-        return 8 * self.nbytes / max(1, _count(self.shape))
+        return 8 * self.nbytes / max(1, math.prod(self.shape))
 
 
 class Codec(ABC):
@@ -49,26 +56,51 @@ class Codec(ABC):
     group: int | None
     group_dim: int
 
-    @abstractmethod
     def quantize(self, x: Float[Tensor, "*batch S D"]) -> QuantizedTensor:
-        """x to codes and scales. Raises ValueError for NaN or infinity, and for groups that do not divide."""
+        """x to codes and scales; x is left as it was, and no gradient passes.
 
-    @abstractmethod
+        Raises ValueError for NaN, infinity and numbers beyond 8.5e37 (2**126), for groups that do not divide
+        and for channels that do not fill whole bytes.
+        """
+        return QuantizedTensor(*self._quantize(_checked(x, self)), tuple(x.shape), x.dtype)
+
     def dequantize(self, qt: QuantizedTensor) -> Float[Tensor, "*batch S D"]:
-        """Codes and scales to numbers, in the dtype that was quantized."""
+        """Codes and scales to numbers, in the dtype that was quantized; always finite."""
+        y = self._dequantize(qt).reshape(qt.shape)
+        if qt.dtype == torch.float16:
+            y = y.clamp(-65504.0, 65504.0)
+        return y.to(qt.dtype)
+
+    def bound(self, qt: QuantizedTensor) -> Float[Tensor, "*batch S D"]:
+        """The largest error that each number can have, float32, where it was within the codec's range.
+
+        Out of range, and cut: beyond 448 or 57,344 in fp8 without a group's scale; beyond 2,688 times a fixed
+        tensor_scale in nvfp4; beyond 65,504 in integers with float16 scales.
+        """
+        error = self._bound(qt).reshape(qt.shape) + 2.0**-140  # what float32 may lose at its own low end
+        if qt.dtype in (torch.float16, torch.bfloat16):  # what reading it back in 16 bits may add
+            error = error + half_ulp(self.dequantize(qt), qt.dtype)
+        return error
 
     @abstractmethod
-    def bound(self, qt: QuantizedTensor) -> Float[Tensor, "*batch S D"]:
-        """The largest error that each number can have in float32, where it was within the codec's range."""
+    def _quantize(self, y: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """codes, scale, zero and tensor_scale of y, float32."""
+
+    @abstractmethod
+    def _dequantize(self, qt: QuantizedTensor) -> Tensor:
+        """The numbers in float32, in any grouping of the right order."""
+
+    @abstractmethod
+    def _bound(self, qt: QuantizedTensor) -> Tensor:
+        """The bound of `_dequantize`."""
 
     def groups(self, S: int, D: int) -> tuple[int, int]:
         """Shape (S', D') of the scales of an (S, D) tensor. Raises ValueError if a group does not divide."""
-        size = (S if self.group_dim == -2 else D) if self.group is None else self.group
         length, what = (S, "tokens") if self.group_dim == -2 else (D, "channels")
-        if length % max(size, 1):
+        size = max(1, length) if self.group is None else self.group
+        if length % size:
             raise ValueError(f"group={size} does not divide {length} {what}; choose a divisor, or pad")
-        n = length // size if size else 0
-        return (n, D) if self.group_dim == -2 else (S, n)
+        return (length // size, D) if self.group_dim == -2 else (S, length // size)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, group={self.group}, group_dim={self.group_dim})"
@@ -76,8 +108,8 @@ class Codec(ABC):
 
 def split(x: Tensor, group: int | None, group_dim: int) -> Tensor:
     """(..., S, D) with its groups on an axis of their own, right after the axis that is divided."""
-    size = x.shape[group_dim] if group is None else group
-    return x.unflatten(group_dim, (-1, size))
+    size = max(1, x.shape[group_dim]) if group is None else group
+    return x.unflatten(group_dim, (x.shape[group_dim] // size, size))
 
 
 def within(group_dim: int) -> int:
@@ -85,16 +117,20 @@ def within(group_dim: int) -> int:
     return -1 if group_dim == -1 else -2
 
 
-def checked(x: Tensor, codec: Codec) -> Tensor:
+def _checked(x: Tensor, codec: Codec) -> Tensor:
     """x in float32, once it is sure that this codec can hold it."""
     if x.ndim < 2 or x.dtype not in (*FLOATS, torch.float64):
         raise ValueError(
             f"x has shape {tuple(x.shape)} and dtype {x.dtype}; need (..., S, D), floating point"
         )
     codec.groups(*x.shape[-2:])
-    if not torch.isfinite(x).all():
-        raise ValueError("x holds NaN or infinity; a scale cannot be found for it")
-    return x.to(torch.float32)
+    fill = per_byte(codec.bits)
+    if x.shape[-1] % fill:
+        raise ValueError(f"x has {x.shape[-1]} channels; {codec.name} needs a multiple of {fill}")
+    y = x.detach().to(torch.float32)
+    if y.numel() and not y.abs().amax() <= LIMIT:  # NaN compares False
+        raise ValueError("x holds NaN, infinity or a number beyond 8.5e37 (2**126); it has no scale")
+    return y
 
 
 def codec(
@@ -128,27 +164,20 @@ def codec(
         raise ValueError(f"group_dim={group_dim!r}; accepted: -1 (channels), -2 (tokens)")
     if scale_dtype not in FLOATS:
         raise ValueError(f"scale_dtype={scale_dtype}; accepted: float16, bfloat16, float32")
-    if tensor_scale is not None and not 0 < tensor_scale < float("inf"):
-        raise ValueError(f"tensor_scale={tensor_scale}; need a positive finite number, or None")
+    real = isinstance(tensor_scale, Real) and not isinstance(tensor_scale, bool)
+    if tensor_scale is not None and not (real and 2.0**-126 <= tensor_scale <= LIMIT):
+        raise ValueError(f"tensor_scale={tensor_scale!r}; need a number from 1.2e-38 to 8.5e37, or None")
     if name not in NAMES:
         raise ValueError(f"codec {name!r} is not known; accepted: {', '.join(NAMES)}")
     if symmetric is not None and not name.startswith("int"):
         raise ValueError(f"symmetric={symmetric}; only integer codecs have that choice, {name} does not")
     if tensor_scale is not None and name not in ("nvfp4", "fp8_e4m3", "fp8_e5m2"):
         raise ValueError(f"tensor_scale={tensor_scale}; {name} has none")
+    if scale_dtype != torch.float16 and name in ("nvfp4", "mxfp4"):
+        raise ValueError(f"scale_dtype={scale_dtype}; {name} has scales of its own kind")
     if name.startswith("int"):
         bits = int(name[3:])
         return IntCodec(bits, group, group_dim, bits == 8 if symmetric is None else symmetric, scale_dtype)
     if name.startswith("fp8"):
         return Fp8(name, group, group_dim, scale_dtype, tensor_scale)
     return Fp4(name, group, group_dim, tensor_scale)
-
-
-NAMES = ("int8", "int4", "int2", "fp8_e4m3", "fp8_e5m2", "nvfp4", "mxfp4")
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    n = 1
-    for s in shape:
-        n *= s
-    return n

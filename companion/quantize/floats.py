@@ -8,15 +8,21 @@ mxfp4: 32 e2m1 numbers share a power of two (e8m0). OCP Microscaling Formats 1.0
 
 import torch
 
-from .codec import Codec, QuantizedTensor, checked, split, within
+from .codec import Codec, split, within
 from .packing import pack, unpack
+from .rounding import at_least, half_ulp
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_GAP = (0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0)  # half the wider gap beside each
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_LEAST = 2.0**-9  # e4m3's smallest number; a block's scale of 0 would lose the block
 
 
 class Fp8(Codec):
-    """One byte per number. Without `group` and `tensor_scale` there is no scale: a plain, saturating cast."""
+    """One byte per number. Without `group` and `tensor_scale` there is no scale: a plain, saturating cast.
+
+    A group's scale is rounded up in its own dtype, so that its largest number is not cut.
+    """
 
     bits = 8
 
@@ -29,45 +35,34 @@ class Fp8(Codec):
     def groups(self, S, D):
         return super().groups(S, D) if self.group is not None else (0, 0)
 
-    def quantize(self, x):
-        y, shape = checked(x, self), tuple(x.shape)
+    def _quantize(self, y):
+        shape = y.shape
         scale = whole = None
         if self.fixed is not None:
-            whole = torch.tensor(self.fixed, dtype=torch.float32, device=x.device)
+            whole = torch.tensor(self.fixed, dtype=torch.float32, device=y.device)
             y = y / whole
         if self.group is not None:
             dim = within(self.group_dim)
             y = split(y, self.group, self.group_dim)
-            wanted = (y.abs().amax(dim, keepdim=True) / self.largest).clamp_max(
-                torch.finfo(self.scale_dtype).max
-            )
-            scale = wanted.to(self.scale_dtype)
+            scale = at_least(y.abs().amax(dim, keepdim=True) / self.largest, self.scale_dtype)
             y = torch.where(scale > 0, y / scale.float(), 0.0).reshape(shape)
             scale = scale.squeeze(dim)
         codes = y.clamp(-self.largest, self.largest).to(self.dtype)  # clamped first: casts differ by version
-        return QuantizedTensor(codes, scale, None, whole, shape, x.dtype)
+        return codes, scale, None, whole
 
-    def dequantize(self, qt):
-        return (qt.codes.to(torch.float32) * self._unit(qt)).to(qt.dtype)
+    def _dequantize(self, qt):
+        return self._scaled(qt.codes.to(torch.float32), qt)
 
-    def bound(self, qt):
-        fine = torch.finfo(self.dtype)
-        unit = self._unit(qt)
-        error = torch.maximum(
-            qt.codes.to(torch.float32).abs() * fine.eps, torch.tensor(fine.smallest_normal * fine.eps)
-        )
-        error = error * unit * (0.5 + 1e-3)
-        return error if qt.scale is None else error + self.largest * _finest(self.scale_dtype)
+    def _bound(self, qt):
+        """Half the gap around each code."""
+        gap = half_ulp(qt.codes.to(torch.float32), self.dtype)
+        return self._scaled(gap, qt) * (1 + 1e-4)
 
-    def _unit(self, qt):
-        """What a code of 1 means, per number."""
-        unit = torch.ones(qt.shape, device=qt.codes.device)
+    def _scaled(self, y, qt):
         if qt.scale is not None:
             dim = within(self.group_dim)
-            unit = (split(unit, self.group, self.group_dim) * qt.scale.float().unsqueeze(dim)).reshape(
-                qt.shape
-            )
-        return unit if qt.tensor_scale is None else unit * qt.tensor_scale
+            y = split(y, self.group, self.group_dim) * qt.scale.float().unsqueeze(dim)
+        return y if qt.tensor_scale is None else y * qt.tensor_scale
 
 
 class Fp4(Codec):
@@ -81,16 +76,15 @@ class Fp4(Codec):
             raise ValueError(f"group={group}; {name} has blocks of {size}")
         self.name, self.group, self.group_dim, self.fixed = name, size, group_dim, tensor_scale
 
-    def quantize(self, x):
-        y, shape = checked(x, self), tuple(x.shape)
+    def _quantize(self, y):
+        shape = y.shape
         y = split(y, self.group, self.group_dim)
         dim = within(self.group_dim)
         peak = y.abs().amax(dim, keepdim=True)
         whole = None
         if self.name == "nvfp4":
             whole = self._tensor_scale(peak)
-            # 2**-9 is e4m3's smallest number: a scale of 0 would lose the block.
-            scale = (peak / 6 / whole).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)
+            scale = (peak / 6 / whole).clamp(_LEAST, 448.0).to(torch.float8_e4m3fn)
             unit = scale.float() * whole
         else:
             _, exponent = torch.frexp(peak)  # peak = m * 2**exponent, m from 0.5 to below 1
@@ -98,21 +92,26 @@ class Fp4(Codec):
             scale = (exponent + 127).to(torch.uint8)
             unit = torch.ldexp(torch.ones_like(peak), exponent)
         codes = pack(encode_e2m1(y / unit).reshape(shape), 4)
-        return QuantizedTensor(codes, scale.squeeze(dim), None, whole, shape, x.dtype)
+        return codes, scale.squeeze(dim), None, whole
 
-    def dequantize(self, qt):
+    def _dequantize(self, qt):
         y = split(decode_e2m1(unpack(qt.codes, 4)), self.group, self.group_dim)
-        return (y * self._unit(qt)).reshape(qt.shape).to(qt.dtype)
+        return y * self._unit(qt)
 
-    def bound(self, qt):
-        """Half the widest gap, between 4 and 6; for mxfp4 two units, as up to 8 may be cut to 6."""
-        y = split(torch.ones(qt.shape, device=qt.codes.device), self.group, self.group_dim)
-        return (y * self._unit(qt)).reshape(qt.shape) * (1.0 if self.name == "nvfp4" else 2.0) * (1 + 1e-5)
+    def _bound(self, qt):
+        """Half the gap around each code, and for the largest, 6, what the scale may cut off."""
+        codes = unpack(qt.codes, 4).long() & 7
+        unit = self._unit(qt)
+        gap = split(torch.tensor(_GAP, device=codes.device)[codes], self.group, self.group_dim) * unit
+        # mxfp4 cuts what is between 6 and 8. nvfp4's scale is rounded by half a _LEAST, or by 1 in 16.
+        cut = 2 * unit if self.name == "mxfp4" else unit.clamp_min(3 * _LEAST * float(qt.tensor_scale))
+        top = split(codes == 7, self.group, self.group_dim)
+        return torch.where(top, cut, gap) * (1 + 1e-5)
 
     def _unit(self, qt):
         dim = within(self.group_dim)
         if self.name == "nvfp4":
-            return qt.scale.float().unsqueeze(dim) * qt.tensor_scale
+            return (qt.scale.float() * qt.tensor_scale).unsqueeze(dim)
         exponent = qt.scale.to(torch.int32) - 127
         return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent).unsqueeze(dim)
 
@@ -122,11 +121,6 @@ class Fp4(Codec):
         most = peak.amax() if peak.numel() else peak.new_zeros(())
         # So that the largest block's scale is the largest e4m3 number.
         return torch.where(most > 0, most / (6 * 448), 1.0).clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def _finest(dtype):
-    """The smallest positive number: what a scale may lose where it is subnormal."""
-    return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:

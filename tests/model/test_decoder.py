@@ -28,7 +28,12 @@ VARIANTS = {
     "qwen2": ("qwen2", {}),
     "qwen2 windows": (
         "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "tie_word_embeddings": True},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3": ("qwen3", {"head_dim": 12}),
     "qwen3 windows": (
@@ -58,9 +63,7 @@ def models():
 
 
 def cache_for(decoder, batch, max_tokens):
-    return make_cache(
-        "contiguous", decoder.spec, batch=batch, max_tokens=max_tokens, dtype=decoder.dtype
-    )
+    return make_cache("contiguous", decoder.spec, batch=batch, max_tokens=max_tokens, dtype=decoder.dtype)
 
 
 def in_chunks(decoder, x, sizes):
@@ -72,7 +75,7 @@ def in_chunks(decoder, x, sizes):
     return torch.cat(outs, dim=1)
 
 
-# --- parity with transformers -----------------------------------------------------------------------
+# --- parity with transformers ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
@@ -150,10 +153,9 @@ def test_greedy_is_the_same_with_no_cache_a_cache_and_every_chunk(models, name):
         assert again == tokens, chunk
         torch.testing.assert_close(close, logits, rtol=0, atol=1e-10)
     theirs = hf.generate(
-        torch.tensor([prompt]), max_new_tokens=10, min_new_tokens=10, do_sample=False, eos_token_id=299
+        torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None, use_cache=False
     )
-    if 299 not in tokens:
-        assert theirs[0, 9:].tolist() == tokens
+    assert theirs[0, 9:].tolist() == tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "llama 3 positions", "mistral window", "qwen2 windows", "qwen3"])
@@ -230,7 +232,7 @@ def test_a_fork_goes_its_own_way_and_a_crop_goes_back(models):
     assert torch.equal(decoder(b, cache), second)
 
 
-# --- layout of the weights --------------------------------------------------------------------------
+# --- layout of the weights ------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -248,12 +250,14 @@ def test_transposed_and_plain_weights_are_one_model():
         hf.model.embed_tokens.weight.zero_()  # a copy, not a view of the other model
         assert decoder.embedding.abs().sum() > 0
         torch.testing.assert_close(
-            decoder.double()(x).float(), from_transformers(tiny("llama", tie_word_embeddings=tied))(x),
-            rtol=1e-4, atol=1e-4,
+            decoder.double()(x).float(),
+            from_transformers(tiny("llama", tie_word_embeddings=tied))(x),
+            rtol=1e-4,
+            atol=1e-4,
         )
 
 
-# --- refusals ------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -283,14 +287,14 @@ def test_forward_refuses_and_leaves_the_cache_alone(models, unchecked, x, option
     assert all(cache.row_lengths(i) == [0, 0] for i in range(3)) and cache.nbytes_used == 0
 
 
-@pytest.mark.parametrize("change", [{"layers": 2}, {"layers": 4}, {"kv_heads": 4}, {"window": 3}])
+@pytest.mark.parametrize("change", [{"layers": 2}, {"layers": 4}, {"kv_heads": 4}, {"heads": 8}])
 def test_a_cache_of_another_shape_is_refused_before_it_is_touched(models, change):
     _, decoder = models("llama")
     s = decoder.spec
     shape = {n: getattr(s, n) for n in ("layers", "d_model", "heads", "kv_heads", "head_dim", "ffn", "vocab")}
     other = ModelSpec(name="other", architecture="llama", **(shape | change))
     cache = make_cache("contiguous", other, max_tokens=4, dtype=torch.float64)
-    with pytest.raises(ValueError, match="cache|shape"):
+    with pytest.raises(ValueError, match=f"cache was made for {next(iter(change))}="):
         decoder(ids(1, 3), cache)
     assert cache.nbytes_used == 0
     assert all(cache.row_lengths(i) == [0] for i in range(other.layers))
@@ -308,7 +312,7 @@ def test_a_cache_of_another_dtype_is_refused(models):
     "config, message",
     [
         (transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2), "gpt2"),
-        (transformers.MixtralConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2), "mixtral"),
+        (transformers.MixtralConfig(hidden_size=64, num_hidden_layers=1), "mixtral"),
         (transformers.LlamaConfig(hidden_size=64, num_hidden_layers=1, hidden_act="gelu"), "gelu"),
     ],
 )
@@ -344,12 +348,18 @@ def test_every_tensor_matters(name):
     x = ids(1, 6)
     base = Decoder(spec, weights)(x)
     for tensor, value in weights.items():
-        assert not torch.allclose(Decoder(spec, weights | {tensor: value * 1.5})(x), base, atol=1e-3), tensor
+        other = value + 0.3 * torch.randn(value.shape)  # a factor alone would be undone by qwen3's norms
+        assert not torch.allclose(Decoder(spec, weights | {tensor: other})(x), base, atol=1e-3), tensor
 
 
 @pytest.mark.parametrize(
     "mask, message",
-    [([[1, 0, 1]], "gap"), ([[0, 1, 0, 1]], "gap|shape"), ([[1, 1]], "shape"), ([[1, 1, 1], [1, 1, 1]], "shape")],
+    [
+        ([[1, 0, 1]], "gap"),
+        ([[0, 1, 0, 1]], "gap|shape"),
+        ([[1, 1]], "shape"),
+        ([[1, 1, 1], [1, 1, 1]], "shape"),
+    ],
 )
 def test_masks_that_are_refused(unchecked, mask, message):
     with pytest.raises(ValueError, match=f"mask.*({message})"):
