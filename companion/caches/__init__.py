@@ -15,6 +15,7 @@ from .base import Cache
 from .contiguous import ContiguousCache
 from .latent import LatentCache
 from .paged import PagedCache, PagedStorage
+from .paged_quantized import PagedQuantizedCache
 from .quantized import QuantizedCache
 from .sliding import SlidingCache
 
@@ -24,6 +25,7 @@ __all__ = [
     "ContiguousCache",
     "LatentCache",
     "PagedCache",
+    "PagedQuantizedCache",
     "PagedStorage",
     "QuantizedCache",
     "SlidingCache",
@@ -42,6 +44,7 @@ OPTIONS = {  # what a kind takes beside the arguments that all share
     "sliding": ("step", "sink_tokens"),
     "quantized": ("codec", "residual"),
     "paged": ("block_size", "num_blocks", "storage", "sequences"),
+    "paged, with a codec": ("block_size", "num_blocks", "codec", "residual"),
 }
 
 
@@ -61,7 +64,8 @@ def make_cache(
         "contiguous"  every key and value of every layer
         "sliding"     a ring for layers with a window, the rest whole: step, sink_tokens
         "quantized"   old tokens in few bits, new ones in full precision: codec, residual
-        "paged"       blocks out of a pool: block_size, num_blocks, storage, sequences
+        "paged"       blocks out of a pool: block_size, num_blocks, storage, sequences; or, with a codec,
+                      blocks that are quantized when full: block_size, num_blocks, codec, residual
         "latent"      the 512 + 64 numbers of multi-head latent attention
     Memory is allocated here, all of it, and never grows.
 
@@ -69,7 +73,13 @@ def make_cache(
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is no cache; accepted: {', '.join(map(repr, KINDS))}")
-    if unknown := sorted(set(options) - set(OPTIONS.get(kind, ()))):
-        known = ", ".join(OPTIONS.get(kind, ())) or "none"
-        raise ValueError(f"{unknown[0]} is no option of a {kind} cache; accepted: {known}")
-    return KINDS[kind](spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device, **options)
+    make, known = KINDS[kind], OPTIONS.get(kind, ())
+    if kind == "paged" and options.get("codec") is not None:
+        make, known = PagedQuantizedCache, OPTIONS["paged, with a codec"]
+    elif kind == "paged":
+        options.pop("codec", None)
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(
+            f"{unknown[0]} is no option of this {kind} cache; accepted: {', '.join(known) or 'none'}"
+        )
+    return make(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=torch.device(device), **options)

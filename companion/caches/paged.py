@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..cost import ModelSpec
-from ..paging import BlockManager, BlockTable, PagedSequence, blocks_needed
+from ..paging import BlockManager, blocks_needed
 from .attend import attend
 from .base import Cache
+from .tables import Entry, RowTables
 
 
 class PagedStorage:
@@ -82,11 +83,6 @@ def gather(store: Tensor, block_table: Tensor, n: int) -> Tensor:
     return rows.transpose(0, 1)[:, :, :n]
 
 
-def run_of(ids: Sequence[int]) -> int | None:
-    """The first of blocks that are neighbours in ascending order, or None: such a row needs no gather."""
-    return ids[0] if ids and list(ids) == list(range(ids[0], ids[0] + len(ids))) else None
-
-
 class PagedCache(Cache):
     """Rows over a `PagedStorage`. Without `storage` it gets one of its own, of num_blocks blocks.
 
@@ -107,7 +103,7 @@ class PagedCache(Cache):
         block_size=16,
         num_blocks=None,
         storage: PagedStorage | None = None,
-        sequences: Sequence[PagedSequence | BlockTable] | None = None,
+        sequences: Sequence[Entry] | None = None,
     ):
         super().__init__(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
         if storage is None:
@@ -121,12 +117,13 @@ class PagedCache(Cache):
         if sequences is not None and len(sequences) != batch:
             raise ValueError(f"sequences has {len(sequences)} entries; need batch={batch}")
         self.storage, self.block_size = storage, storage.block_size
-        pool = storage.manager.pool
-        self._tables = list(sequences) if sequences is not None else [BlockTable(pool) for _ in range(batch)]
-        held = [s.shared if isinstance(s, PagedSequence) else s.length for s in self._tables]
-        self._rows = [list(held) for _ in range(spec.layers)]
-        self._ids: Tensor | None = None  # the block table as a tensor, until a table changes
-        self._run: int | None = None
+        manager = storage.manager
+        self._tables = (
+            RowTables.new(manager, batch, self.device)
+            if sequences is None
+            else RowTables(manager, sequences, self.device)
+        )
+        self._rows = [self._tables.lengths() for _ in range(spec.layers)]
 
     def append(self, layer, k, v, *, lengths=None):
         self._check("k", k, (self.batch, self.spec.kv_heads, -1, self.spec.head_dim))
@@ -134,7 +131,8 @@ class PagedCache(Cache):
             raise ValueError("v is None; this cache stores values beside its keys")
         self._check("v", v, (self.batch, self.spec.kv_heads, k.shape[2], self.spec.v_head_dim))
         before, new = self._plan(layer, k.shape[2], lengths)
-        self._reserve([b + n for b, n in zip(before, new)])
+        # The first layer of a step reserves slots for all layers, and copies what a fork still shares.
+        self.storage.copy(self._tables.reserve([b + n for b, n in zip(before, new)]))
         for row, (b, n) in enumerate(zip(before, new)):
             if n:
                 self.storage.write(layer, self._slots(row, b, n), k[row, :, :n], v[row, :, :n])
@@ -142,29 +140,8 @@ class PagedCache(Cache):
 
     def _slots(self, row: int, start: int, n: int) -> Tensor | slice:
         """Where tokens start .. start + n - 1 of a row lie; one token as a slice, which is written faster."""
-        slots = _table(self._tables[row]).slots(start, start + n)
+        slots = self._tables.table(row).slots(start, start + n)
         return slice(slots[0], slots[0] + 1) if n == 1 else torch.tensor(slots, device=self.device)
-
-    def _reserve(self, lengths: list[int]) -> None:
-        """Blocks for every row, or for none. The first layer of a step reserves for all layers."""
-        short = [(t, n - _table(t).length) for t, n in zip(self._tables, lengths) if n > _table(t).length]
-        if not short:
-            return
-        if any(isinstance(t, PagedSequence) for t, _ in short):
-            raise ValueError(
-                "sequences: a row outgrew its sequence; tell the manager first, by manager.append"
-            )
-        done: list[tuple[BlockTable, int]] = []
-        try:
-            for table, more in short:
-                length = table.length
-                self.storage.copy(table.append(more))
-                done.append((table, length))
-        except ValueError:
-            for table, length in done:
-                table.crop(length)
-            raise
-        self._ids = None
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
@@ -193,11 +170,12 @@ class PagedCache(Cache):
     def _gathered(self, layer: int) -> tuple[Tensor, Tensor]:
         rows = self._rows[layer]
         n = max(rows)
-        table = self.block_table()
         stores = self.storage.k[layer], self.storage.v[layer]
-        if self._run is not None and self.batch == 1:
-            return tuple(s[:, self._run :].flatten(1, 2)[None, :, :n] for s in stores)  # views
-        k, v = (gather(s, table, n) for s in stores)
+        first = self._tables.run()
+        if first is not None:
+            k, v = (s[:, first:].flatten(1, 2)[None, :, :n] for s in stores)  # views
+            return k, v
+        k, v = (gather(s, self._tables.tensor(), n) for s in stores)
         if len(set(rows)) > 1:  # slots behind a shorter row hold whatever their block held before
             stop = torch.tensor(rows, device=self.device)[:, None]
             unused = (torch.arange(n, device=self.device) >= stop)[:, None, :, None]
@@ -206,29 +184,14 @@ class PagedCache(Cache):
 
     def block_table(self, width: int | None = None, fill: int = -1) -> Tensor:
         """int32 (B, width): the rows' blocks, padded with `fill`. width: None for the longest row's."""
-        if self._ids is None or width is not None or fill != -1:
-            tables = [_table(t) for t in self._tables]
-            wide = max(1, *(len(t.ids) for t in tables)) if width is None else width
-            ids = [t.padded(wide, fill) for t in tables]
-            made = torch.tensor(ids, dtype=torch.int32, device=self.device)
-            if width is not None or fill != -1:
-                return made
-            self._ids, self._run = made, run_of(tables[0].ids)
-        return self._ids
+        return self._tables.tensor(width, fill)
 
     def crop(self, n):
         super().crop(n)
-        for row, table in enumerate(self._tables):
-            if isinstance(table, PagedSequence):
-                self.storage.manager.crop(table, self._rows[0][row])
-            else:
-                table.crop(self._rows[0][row])
-        self._ids = None
+        self._tables.crop(self._rows[0])
 
     def fork(self) -> "PagedCache":
         """A second cache over the same blocks; whoever writes into a shared block first gets a copy of it."""
-        manager = self.storage.manager
-        twins = [manager.fork(t) if isinstance(t, PagedSequence) else t.fork() for t in self._tables]
         twin = PagedCache(
             self.spec,
             batch=self.batch,
@@ -236,20 +199,15 @@ class PagedCache(Cache):
             dtype=self.dtype,
             device=self.device,
             storage=self.storage,
-            sequences=twins,
+            sequences=self._tables.fork().entries,
         )
         twin._rows = [list(rows) for rows in self._rows]
         return twin
 
     def free(self) -> None:
         """Give every block back; the cache is empty and cannot be used again."""
-        for table in self._tables:
-            if isinstance(table, PagedSequence):
-                self.storage.manager.free(table)
-            else:
-                table.free()
+        self._tables.free()
         self._rows = [[0] * self.batch for _ in range(self.spec.layers)]
-        self._ids = None
 
     @property
     def nbytes(self):
@@ -264,7 +222,3 @@ class PagedCache(Cache):
 
     def _drop(self, layer, row, start, stop):
         pass  # the table forgets them; slots that no row counts are never read
-
-
-def _table(entry: PagedSequence | BlockTable) -> BlockTable:
-    return entry.table if isinstance(entry, PagedSequence) else entry

@@ -8,15 +8,15 @@ the tail by LSE. The tokens of the step itself are attended in full precision: t
 Source: Liu et al. 2024, "KIVI" (keys grouped along tokens, values along channels, a residual window).
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..attention import merge_partials, sdpa
-from ..quantize import Codec, QuantizedTensor, codec
+from ..quantize import Codec, codec
 from .base import Cache
+from .packed import TailedLayer
 
 TILE = 1024  # quantized tokens that are dequantized at a time
 Choice = str | Codec | tuple[Codec, Codec]
@@ -48,10 +48,14 @@ class QuantizedCache(Cache):
         self.codecs = [_pair(c) for c in chosen]
         self.residual = residual
         self._layers = [
-            _Layer(k, v, residual, batch, spec, max_tokens, dtype, torch.device(device))
-            for k, v in self.codecs
+            TailedLayer(pair, residual, batch, spec, max_tokens, dtype, self.device, **self._packing(i))
+            for i, pair in enumerate(self.codecs)
         ]
         self._step: list[tuple[Tensor, Tensor, list[int]] | None] = [None] * spec.layers
+
+    def _packing(self, layer: int) -> dict:
+        """Where this layer's quantized tokens lie: options of `TailedLayer`."""
+        return {}
 
     def append(self, layer, k, v, *, lengths=None):
         self._check("k", k, (self.batch, self.spec.kv_heads, -1, self.spec.head_dim))
@@ -62,9 +66,13 @@ class QuantizedCache(Cache):
         for b, n in zip(range(self.batch), new):
             if not (torch.isfinite(k[b, :, :n]).all() and torch.isfinite(v[b, :, :n]).all()):
                 raise ValueError("k or v holds NaN or infinity; a scale cannot be found for it")
+        self._reserve([b + n for b, n in zip(before, new)])
         self._layers[layer].write(k, v, before, new)
         self._step[layer] = (k, v, list(before))
         self._commit(layer, before, new)
+
+    def _reserve(self, lengths: list[int]) -> None:
+        """Make sure of room for rows of these lengths; here there always is."""
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
@@ -122,129 +130,6 @@ class QuantizedCache(Cache):
 
     def _drop(self, layer, row, start, stop):
         self._layers[layer].drop(row, start, stop)
-
-
-class _Layer:
-    """One layer's store: packed groups for the old tokens, a tail in full precision for the new ones."""
-
-    def __init__(self, k_codec, v_codec, residual, batch, spec, max_tokens, dtype, device):
-        self.unit = math.lcm(*(c.group or max_tokens if c.group_dim == -2 else 1 for c in (k_codec, v_codec)))
-        self.residual = residual
-        self.capacity = max(0, max_tokens - residual) // self.unit * self.unit
-        room = min(max_tokens, residual + self.unit - 1)
-        shape = batch, spec.kv_heads
-        self.tail_k = torch.zeros(*shape, room, spec.head_dim, dtype=dtype, device=device)
-        self.tail_v = torch.zeros(*shape, room, spec.v_head_dim, dtype=dtype, device=device)
-        self.k = _Packed(k_codec, shape, self.capacity, self.unit, spec.head_dim, device)
-        self.v = _Packed(v_codec, shape, self.capacity, self.unit, spec.v_head_dim, device)
-        self.quantized = [0] * batch  # tokens of each row that lie in the packed part
-
-    def write(self, k: Tensor, v: Tensor, before: list[int], new: list[int]) -> None:
-        even = len(set(before)) == len(set(new)) == len(set(self.quantized)) == 1
-        for rows in [slice(0, len(new))] if even else [slice(b, b + 1) for b in range(len(new))]:
-            self._write(rows, k[rows], v[rows], before[rows.start], new[rows.start])
-
-    def _write(self, rows: slice, k: Tensor, v: Tensor, before: int, new: int) -> None:
-        done = self.quantized[rows.start]
-        waiting = before - done
-        whole = max(0, waiting + new - self.residual) // self.unit * self.unit
-        for tail, packed, x in ((self.tail_k, self.k, k), (self.tail_v, self.v, v)):
-            if not whole:
-                tail[rows, :, waiting : waiting + new] = x[:, :, :new]
-                continue
-            x = torch.cat([tail[rows, :, :waiting], x[:, :, :new]], dim=2)
-            packed.write(rows, done, x[:, :, :whole])
-            rest = x.shape[2] - whole
-            tail[rows, :, :rest] = x[:, :, whole:]
-            tail[rows, :, rest:] = 0
-        for row in range(rows.start, rows.stop):
-            self.quantized[row] = done + whole
-
-    def tile(self, a: int, b: int) -> tuple[Tensor, Tensor]:
-        """Dequantized keys and values of packed tokens a to b - 1, every row."""
-        return self.k.read(a, b), self.v.read(a, b)
-
-    def recent(self, rows, step, device) -> tuple[Tensor, Tensor, Tensor]:
-        """What is in full precision: keys, values, and the position of each, -1 where a row has none."""
-        done = self.quantized
-        old = [
-            n - q if step is None else max(0, s - q) for n, q, s in zip(rows, done, step[2] if step else rows)
-        ]
-        width = max(old)
-        held = torch.arange(width, device=device).expand(len(rows), -1)
-        start, count = (torch.tensor(x, device=device)[:, None] for x in (done, old))
-        held = torch.where(held < count, held + start, -1)
-        k, v = self.tail_k[:, :, :width], self.tail_v[:, :, :width]
-        if step is None:
-            return k, v, held
-        fresh_k, fresh_v, before = step
-        at = (
-            torch.arange(fresh_k.shape[2], device=device)[None] + torch.tensor(before, device=device)[:, None]
-        )
-        at = torch.where(at < torch.tensor(rows, device=device)[:, None], at, -1)
-        return torch.cat([k, fresh_k], 2), torch.cat([v, fresh_v], 2), torch.cat([held, at], 1)
-
-    def drop(self, row: int, start: int, stop: int) -> None:
-        done = self.quantized[row]
-        if start < done:
-            self.quantized[row] = start
-            self.tail_k[row], self.tail_v[row] = 0, 0
-        else:
-            self.tail_k[row, :, start - done : stop - done] = 0
-            self.tail_v[row, :, start - done : stop - done] = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.tail_k.nbytes + self.tail_v.nbytes + self.k.nbytes + self.v.nbytes
-
-    def used(self, rows: list[int]) -> int:
-        heads = self.tail_k.shape[1]
-        width = (self.tail_k.shape[3] + self.tail_v.shape[3]) * self.tail_k.element_size() * heads
-        packed = sum(self.quantized) * (self.k.nbytes + self.v.nbytes)
-        slots = self.capacity * len(rows)
-        return (packed // slots if slots else 0) + sum(n - q for n, q in zip(rows, self.quantized)) * width
-
-
-class _Packed:
-    """Room for `capacity` quantized tokens: the fields of a QuantizedTensor, tokens on axis -2."""
-
-    def __init__(self, codec: Codec, shape, capacity: int, unit: int, width: int, device):
-        self.codec, self.unit, self.width = codec, unit, width
-        sample = codec.quantize(torch.zeros(*shape, unit, width, device=device))  # raises for a bad group
-        self.whole = sample.tensor_scale
-        self.fields = {}
-        for name in ("codes", "scale", "zero"):
-            field = getattr(sample, name)
-            if field is not None:
-                tokens = field.shape[-2] * (capacity // unit)
-                self.fields[name] = field.new_zeros(*shape, tokens, field.shape[-1])
-
-    def write(self, rows: slice, start: int, x: Tensor) -> None:
-        new = self.codec.quantize(x)
-        for name, store in self.fields.items():
-            per_unit = store.shape[-2] * self.unit // max(1, self.fields["codes"].shape[-2])
-            piece = getattr(new, name)
-            at = start // self.unit * per_unit
-            store[rows, :, at : at + piece.shape[-2]] = piece
-
-    def read(self, a: int, b: int) -> Tensor:
-        """Tokens a to b - 1 as float32; a and b are widened to whole groups inside."""
-        low, high = a // self.unit * self.unit, -(-b // self.unit) * self.unit
-        part = {}
-        for name, store in self.fields.items():
-            per_unit = store.shape[-2] * self.unit // max(1, self.fields["codes"].shape[-2])
-            part[name] = store[:, :, low // self.unit * per_unit : high // self.unit * per_unit]
-        shape = (*part["codes"].shape[:2], high - low, self.width)
-        qt = QuantizedTensor(
-            part["codes"], part.get("scale"), part.get("zero"), self.whole, shape, torch.float32
-        )
-        return self.codec.dequantize(qt)[:, :, a - low : b - low]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(f.nbytes for f in self.fields.values()) + (
-            self.whole.nbytes if self.whole is not None else 0
-        )
 
 
 def _seen(held: Tensor, at: Tensor, window: int | None) -> Tensor:

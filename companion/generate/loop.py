@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from ..caches import Cache, make_cache
@@ -37,7 +38,7 @@ class Generation:
 @torch.inference_mode()
 def generate(
     model: Decoder,
-    prompt_ids: Sequence[int] | Sequence[Sequence[int]],
+    prompt_ids: Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Int[Tensor, "*B S"],
     *,
     cache: str | Cache | None = "contiguous",
     max_new_tokens: int = 128,
@@ -60,7 +61,7 @@ def generate(
 
     Returns one Generation, or a list of them for a list of prompts. A row gets what it would get alone.
     Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, a prompt that with
-    max_new_tokens exceeds the model's limit, and options out of range.
+    max_new_tokens exceeds the model's limit or the given cache's room, and options out of range.
     """
     started = time.perf_counter()
     prompts, single = _prompts(model, prompt_ids)
@@ -155,10 +156,10 @@ def _record(g: Generation, id: int, seconds: float, stops: set[int], limit: int)
 def _tell(g: Generation, id: int, stops: set[int], stream: TextStream) -> str:
     """Text that this token settles; a stop string in it ends the row."""
     piece = "" if id in stops else stream.feed(id)
+    if g.finish_reason:
+        piece += stream.finish()
     if stream.done:
         g.finish_reason = "stop"
-    elif g.finish_reason:
-        piece += stream.finish()
     g.text = stream.text
     return piece
 
@@ -172,22 +173,21 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, list[i
 
 def _prompts(model: Decoder, prompt_ids) -> tuple[list[list[int]], bool]:
     """The prompts as lists of integers, and whether it was a single one."""
+    if isinstance(prompt_ids, str) or any(isinstance(p, str) for p in prompt_ids):
+        raise ValueError("prompt_ids is text; need token ids, as tokenizer.encode(text) gives them")
     if isinstance(prompt_ids, Tensor):
         prompt_ids = prompt_ids.tolist()
     single = not any(isinstance(p, (Sequence, Tensor)) for p in prompt_ids)
-    rows = (
-        [list(prompt_ids)]
-        if single
-        else [p.tolist() if isinstance(p, Tensor) else list(p) for p in prompt_ids]
-    )
+    rows = [prompt_ids] if single else prompt_ids
+    rows = [r.tolist() if isinstance(r, Tensor) else list(r) for r in rows]
     for row in rows:
         if not row:
             raise ValueError("prompt_ids is empty; a model needs at least one token to continue")
-        bad = [i for i in row if not 0 <= i < model.spec.vocab]
-        if bad:
-            raise ValueError(
-                f"prompt_ids holds {bad[0]}; this vocabulary has ids 0 to {model.spec.vocab - 1}"
-            )
+        for id in row:
+            if not (hasattr(id, "__index__") and 0 <= id < model.spec.vocab):
+                raise ValueError(
+                    f"prompt_ids holds {id!r}; this vocabulary has ids 0 to {model.spec.vocab - 1}"
+                )
     return rows, single
 
 
@@ -200,6 +200,12 @@ def _check(model, prompts, cache, max_new_tokens, prefill_chunk) -> None:
         if cache.batch != len(prompts):
             raise ValueError(f"cache has batch={cache.batch}; there are {len(prompts)} prompts")
         held = cache.row_lengths()
+        room = cache.max_tokens - max(n + len(p) for n, p in zip(held, prompts))
+        if room < max_new_tokens - 1:  # the last token is returned, not stored
+            raise ValueError(
+                f"cache has max_tokens={cache.max_tokens}, which leaves {room} behind the prompt; "
+                f"max_new_tokens={max_new_tokens} needs {max_new_tokens - 1}"
+            )
     limit = model.spec.max_context
     for before, prompt in zip(held, prompts):
         total = before + len(prompt) + max_new_tokens

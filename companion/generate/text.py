@@ -55,9 +55,10 @@ class TextStream:
 
     def _give(self, fresh: str, *, last: bool = False) -> str:
         text = self._held + fresh
-        cuts = [at for s in self._stop if (at := text.find(s)) >= 0]
-        if cuts:
-            text, self._held, self.done = text[: min(cuts)], "", True
+        # The one that is complete first, so that it does not matter how the text is cut into tokens.
+        found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
+        if found:
+            text, self._held, self.done = text[: min(found)[1]], "", True
         else:
             keep = 0 if last else max((_overlap(text, s) for s in self._stop), default=0)
             text, self._held = text[: len(text) - keep], text[len(text) - keep :]

@@ -119,9 +119,13 @@ class Tokenizer:
         """Token ids of a text; with the model's begin token in front, once, if it wants one.
 
         special: read markers such as <|im_end|> as tokens (True), or as the plain text of a user (False).
+        Bytes that the vocabulary lacks are dropped (SmolLM2's lacks six control characters, U+001D for one).
         """
         self._backend.encode_special_tokens = not special
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError:
+            raise ValueError(f"text={text[:40]!r} cannot be written as UTF-8") from None
         if self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
         return ids
@@ -142,7 +146,6 @@ class Tokenizer:
 
         messages: dicts with "role" and "content". prompt: end where the assistant's reply begins.
         """
-        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # templates come out of downloaded files
 
         if self.template is None:
@@ -159,7 +162,9 @@ class Tokenizer:
         }
         try:
             return env.from_string(self.template).render(**values, **self._names)
-        except TemplateError as e:
+        except ValueError:
+            raise
+        except Exception as e:  # it is a program that came with the weights: anything may go wrong in it
             raise ValueError(f"chat template: {e}") from None
 
 

@@ -145,7 +145,7 @@ class BlockManager:
 
         The copies are (source, destination) blocks, at most one, as in `BlockTable.append`.
         """
-        if seq not in self._live:
+        if seq.__class__ is not PagedSequence or seq not in self._live:
             self._known(seq)
         mine = seq.tokens
         before = len(mine)
@@ -165,9 +165,10 @@ class BlockManager:
         """Make the full blocks of the sequence findable, those of its first `computed` tokens (None: all).
 
         To be called when the keys and values of these tokens are written, after the forward pass, and before
-        another prompt may find them. Drafts, which may be cropped again, are left to a later call. Returns the blocks that are new to the index.
+        another prompt may find them. Drafts, which may be cropped again, are left to a later call. Returns
+        the blocks that are new to the index.
         """
-        if seq not in self._live:
+        if seq.__class__ is not PagedSequence or seq not in self._live:
             self._known(seq)
         n = len(seq.tokens)
         if computed is not None:
@@ -183,7 +184,7 @@ class BlockManager:
         return new
 
     def fork(self, seq: PagedSequence) -> PagedSequence:
-        """A second sequence of the same tokens in the same blocks; whoever writes a shared block copies it."""
+        """A second sequence of the same tokens in the same blocks: whoever writes a shared one copies it."""
         self._known(seq)
         new = PagedSequence(seq.tokens[:], seq.table.fork(), seq.extra, seq.shared, seq.registered)
         self._live[new] = None
@@ -234,7 +235,7 @@ class BlockManager:
         return []
 
     def _known(self, seq: PagedSequence) -> None:
-        if seq not in self._live:
+        if not isinstance(seq, PagedSequence) or seq not in self._live:
             raise ValueError(f"seq: {seq!r} is no live sequence of this manager (freed, or another's)")
 
     def check(self) -> None:
@@ -269,7 +270,7 @@ class BlockManager:
                     found = block in self.index and self.index.digest(block) == digest
                     must(found, f"{seq}: block {block} is registered but not indexed as what it is")
             must(seq.registered * size <= n, f"{seq}: {seq.registered} registered blocks are not all full")
-        refs = {i: self.pool.ref_count(i) for i in range(len(self.pool._refs))}
+        refs = {i: self.pool.ref_count(i) for i in range(self.pool._used)}
         wrong = [i for i in refs.keys() | held.keys() if refs.get(i, 0) != held.get(i, 0)]
         must(not wrong, f"blocks {wrong} have reference counts that differ from the tables that hold them")
         kept = {i for i in refs if self.pool.is_kept(i)}

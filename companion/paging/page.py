@@ -12,50 +12,53 @@ LIMITS = {
     "actions": 1000,
     "tokens": 65536,
 }  # what a page can show, and how long it may take
-WASTE = ("utilisation_blocks", "utilisation_tokens", "waste", "hit_rate")
+DERIVED = ("utilisation_blocks", "utilisation_tokens", "waste", "hit_rate")
 
 
 class _Stage:
-    """A manager, the names of its sequences, and the words that tokens stand for."""
+    """A manager, the names of its sequences, and the words that tokens stand for.
+
+    The arguments of actions come from a request: they may be anything.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, prefix: bool) -> None:
         self.manager = BlockManager(num_blocks, block_size, prefix=prefix)
         self.named: dict[str, PagedSequence] = {}
         self.words: list[object] = []
         self.numbers: dict[tuple[type, object], int] = {}
-        self.wrote: dict[int, list[int]] = {}  # what the slots of a block hold, free blocks too
         self.seen = 0
 
-    # --- what a page may do: each returns the copies it makes ---------------------------------------------
+    # --- what a page may do: `append` returns the copies it makes -----------------------------------------
 
-    def arrive(self, name: str, tokens=(), salt: str | None = None):
+    def arrive(self, name, tokens=(), salt=None):
         """A prompt: its full blocks can be found at once."""
         self._new(name)
         seq = self.manager.allocate(self._tokens(tokens), () if salt is None else (salt,))
         self.named[name] = seq
-        return self._written(seq)
+        self.manager.register(seq)
 
-    def append(self, name: str, tokens=()):
+    def append(self, name, tokens=()):
         """A token or more at the end."""
         seq = self._old(name)
         copies = self.manager.append(seq, self._tokens(tokens))
-        return self._written(seq, copies)
+        self.manager.register(seq)
+        return copies
 
-    def fork(self, name: str, new: str):
+    def fork(self, name, new):
         """A second sequence with the same beginning, under a new name."""
         self._new(new)
         self.named[new] = self.manager.fork(self._old(name))
 
-    def crop(self, name: str, n: int):
+    def crop(self, name, n):
         """Only the first n tokens stay."""
         self.manager.crop(self._old(name), n)
 
-    def finish(self, name: str):
+    def finish(self, name):
         """The sequence leaves."""
         self.manager.free(self._old(name))
         del self.named[name]
 
-    def evict(self, n: int | None = None):
+    def evict(self, n=None):
         """The n cached blocks that were freed longest ago are forgotten; without n, all."""
         self.manager.evict(n)
 
@@ -84,29 +87,21 @@ class _Stage:
                 self.words.append(t)
         return [self.numbers[type(t), t] for t in tokens]
 
-    def _written(self, seq: PagedSequence, copies=()) -> list:
-        for source, destination in copies:
-            self.wrote[destination] = self.wrote[source][:]
-        size = self.manager.block_size
-        for k, block in enumerate(seq.table.ids):
-            mine = list(seq.tokens[k * size : (k + 1) * size])
-            old = self.wrote.get(block, [])
-            shares = self.manager.pool.ref_count(block) > 1 and old[: len(mine)] == mine
-            self.wrote[block] = old if shares else mine
-        self.manager.register(seq)
-        return list(copies)
-
     def state(self) -> dict:
-        manager = self.manager
-        order = manager.pool.eviction_order()
-        usage = manager.usage()
+        manager, size = self.manager, self.manager.block_size
+        pool, usage = manager.pool, manager.usage()
+        holds: dict[int, list[int]] = {}  # what can be read in a block: by its longest table, or by the index
+        for seq in manager.sequences:
+            for k, block in enumerate(seq.table.ids):
+                mine = list(seq.tokens[k * size : (k + 1) * size])
+                holds[block] = max(holds.get(block, []), mine, key=len)
+        holds |= {block: manager.index.content(block) for block in manager.index}
         blocks = []
-        for i in range(manager.pool.num_blocks):
-            refs = manager.pool.ref_count(i)
-            kept = manager.pool.is_kept(i)
-            tokens = [self.words[t] for t in self.wrote.get(i, [])] if refs or kept else []
-            state = "live" if refs else "cached" if kept else "empty"
-            blocks.append({"id": i, "state": state, "refs": refs, "tokens": tokens, "findable": kept})
+        for i in range(pool.num_blocks):
+            refs, found = pool.ref_count(i), i in manager.index
+            state = "live" if refs else "cached" if found else "empty"
+            tokens = [self.words[t] for t in holds.get(i, [])]
+            blocks.append({"id": i, "state": state, "refs": refs, "tokens": tokens, "findable": found})
         return {
             "sequences": {
                 name: {"length": len(seq), "blocks": seq.table.ids[:], "shared": seq.shared}
@@ -114,8 +109,8 @@ class _Stage:
             },
             "pool": blocks,
             "free": manager.num_free,
-            "eviction_order": order,
-            "usage": asdict(usage) | {name: getattr(usage, name) for name in WASTE},
+            "eviction_order": pool.eviction_order(),
+            "usage": asdict(usage) | {name: getattr(usage, name) for name in DERIVED},
         }
 
 
@@ -155,10 +150,11 @@ def live(request: str) -> str:
              {"do": "fork", "name": "A", "new": "B"}      {"do": "crop", "name": "A", "n": 5}
              {"do": "finish", "name": "A"}                {"do": "evict", "n": 1}
 
-    Returns {"ok": true, "result": {"frames": [...]}}: a frame has `action`, `error` (the action was refused and
-    changed nothing) or null, `copies` [[source, destination], ...], `sequences` by name with their tables,
-    `pool` (every block: state live, cached or empty, refs, tokens, findable), `free`, `eviction_order`, and
-    `usage` with utilisation and waste. A request that makes no sense: {"ok": false, "error": "..."}.
+    Tokens are a text, split at spaces, or a list of words and integers. Returns {"ok": true, "result":
+    {"frames": [...]}}: a frame has `action`, `error` (null, or why the action was refused; it has changed
+    nothing then), `copies` [[source, destination], ...], `sequences` by name with their tables, `pool` (every
+    block: state live, cached or empty, refs, tokens, findable), `free`, `eviction_order`, and `usage` with
+    utilisation and waste. A request that makes no sense: {"ok": false, "error": "..."}.
     """
     try:
         data = json.loads(request)

@@ -2,7 +2,7 @@
 
 A block is always in one of four states:
 
-    unused   never handed out: no more than a number, so a pool of a million blocks costs nothing to make
+    unused   never handed out: no more than a number, so that a pool of a million costs nothing to make
     live     referenced by one table or more
     cached   no longer referenced, but its content is worth finding again (`keep`)
     empty    no longer referenced, nothing in it worth finding
@@ -18,6 +18,7 @@ from .errors import PoolFull, must, whole
 from .order import EvictionOrder
 
 _INT = frozenset({int})
+AHEAD = 1024  # blocks by which the arrays grow at least
 
 
 class BlockPool:
@@ -35,8 +36,8 @@ class BlockPool:
             raise ValueError(f"num_blocks={num_blocks}; block ids are int32, so fewer than {2**31}")
         self.num_blocks, self.block_size = num_blocks, whole("block_size", block_size, 1)
         self.on_forget = on_forget
-        # One entry for each block that was ever handed out; ids from len(_refs) on are unused.
-        self._refs = array("i")
+        self._used = 0  # blocks 0 .. _used - 1 were handed out at some time, the rest never
+        self._refs = array("i")  # this and _kept grow with use, a little ahead of _used
         self._kept = bytearray()
         self._empty: list[int] = []
         self._order = EvictionOrder()
@@ -44,7 +45,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` could hand out now."""
-        return self.num_blocks - len(self._refs) + len(self._empty) + len(self._order)
+        return self.num_blocks - self._used + len(self._empty) + len(self._order)
 
     @property
     def num_cached(self) -> int:
@@ -55,7 +56,7 @@ class BlockPool:
         """References to a block; 0 for a free one. ValueError for an id outside the pool."""
         if whole("id", id) >= self.num_blocks:
             raise ValueError(f"id={id}; this pool has blocks 0 to {self.num_blocks - 1}")
-        return self._refs[id] if id < len(self._refs) else 0
+        return self._refs[id] if id < self._used else 0
 
     def eviction_order(self) -> list[int]:
         """The cached blocks, the next to be evicted first. O(their number)."""
@@ -77,16 +78,14 @@ class BlockPool:
         cut = max(0, len(empty) - n)
         ids = empty[cut:]
         del empty[cut:]
-        for i in ids:
-            refs[i] = 1
         if len(ids) < n:
-            ids += self._first_use(min(n - len(ids), self.num_blocks - len(refs)))
+            ids += self._first_use(min(n - len(ids), self.num_blocks - self._used))
         if len(ids) < n:
             evicted = self._order.pop(n - len(ids))
             self._forget(evicted)
-            for i in evicted:
-                refs[i] = 1
             ids += evicted
+        for i in ids:
+            refs[i] = 1
         return ids
 
     def fork(self, ids: Iterable[int]) -> None:
@@ -138,7 +137,7 @@ class BlockPool:
     # --- content -----------------------------------------------------------------------------------------
 
     def keep(self, ids: Iterable[int]) -> None:
-        """From now on the content of these live blocks is worth finding again. ValueError for a free block."""
+        """From now on the content of these live blocks is worth finding again. ValueError for a free one."""
         ids, refs = self._known(ids), self._refs
         for i in ids:
             if not refs[i]:
@@ -149,7 +148,7 @@ class BlockPool:
     def is_kept(self, id: int) -> bool:
         """Whether the content of this block, live or free, is kept."""
         self.ref_count(id)
-        return id < len(self._kept) and bool(self._kept[id])
+        return id < self._used and bool(self._kept[id])
 
     def writable(self, id: int) -> bool:
         """Whether a live block may be written in place: it has one owner and nothing to be found by."""
@@ -181,11 +180,13 @@ class BlockPool:
     # --- inside ------------------------------------------------------------------------------------------
 
     def _first_use(self, n: int) -> range:
-        start = len(self._refs)
-        self._refs.extend(array("i", [1]) * n)
-        self._kept.extend(bytes(n))
-        self._order.grow(n)
-        return range(start, start + n)
+        start, self._used = self._used, self._used + n
+        if self._used > len(self._refs):
+            more = min(max(n, AHEAD), self.num_blocks - len(self._refs))
+            self._refs.extend(array("i", [0]) * more)
+            self._kept.extend(bytes(more))
+            self._order.grow(more)
+        return range(start, self._used)
 
     def _forget(self, ids: list[int]) -> None:
         for i in ids:
@@ -199,20 +200,20 @@ class BlockPool:
             ids = list(ids)
         except TypeError:
             raise ValueError(f"ids={ids!r}; need a list of block ids") from None
-        if ids and not (_INT.issuperset(map(type, ids)) and min(ids) >= 0 and max(ids) < len(self._refs)):
+        if ids and not (_INT.issuperset(map(type, ids)) and min(ids) >= 0 and max(ids) < self._used):
             for at, i in enumerate(ids):
                 if type(i) is not int or not 0 <= i < self.num_blocks:
                     raise ValueError(
                         f"ids: {i!r} at place {at}; this pool has blocks 0 to {self.num_blocks - 1}"
                     )
-                if i >= len(self._refs):
+                if i >= self._used:
                     raise ValueError(f"ids: block {i} at place {at} was never allocated")
         return ids
 
     def check(self) -> None:
-        """Raise BrokenInvariant on the first of these that fails. O(num_blocks that were ever used).
+        """Raise BrokenInvariant on the first of these that fails. O(blocks that were ever used).
 
-        1. No more blocks are in use than exist, and every array covers the same blocks.
+        1. No more blocks were used than exist, and every array covers them.
         2. No reference count is negative.
         3. The order of eviction is one chain, the same in both directions (`EvictionOrder.check`).
         4. No block is twice among the empty ones.
@@ -220,10 +221,10 @@ class BlockPool:
         6. Every cached block's content is kept, and no empty block's is.
         7. num_free is what is left of num_blocks when the live blocks are taken away.
         """
-        used = len(self._refs)
+        used = self._used
         must(used <= self.num_blocks, f"{used} blocks were handed out of {self.num_blocks}")
-        sizes = {used, len(self._kept), len(self._order._before), len(self._order._after)}
-        must(len(sizes) == 1, f"the arrays cover different numbers of blocks: {sorted(sizes)}")
+        sizes = {len(x) for x in (self._refs, self._kept, self._order._before, self._order._after)}
+        must(len(sizes) == 1 and used <= max(sizes), f"arrays of {sorted(sizes)} entries for {used} blocks")
         negative = [i for i, r in enumerate(self._refs) if r < 0]
         must(not negative, f"blocks {negative} have negative reference counts")
         self._order.check()

@@ -10,11 +10,12 @@ The index therefore names a full block by a chain of digests,
     tokens   4 bytes each, little-endian
     extra    per value: a letter for its type, the length of its text in decimal, ":", its text in UTF-8
 
-which is the same in every process and on every machine. `extra` is whatever else keys and values, or the right
-to see them, depend on: a tenant's salt, the name of an adapter. Prompts that differ in it share nothing.
+which is the same in every process and on every machine. `extra` is whatever else keys and values, or the
+right to see them, depend on: a tenant's salt, the name of an adapter. Prompts that differ in it share
+nothing.
 
-A digest only finds a candidate. It is a hit if its tokens and `extra` are equal and its parent is the very entry
-that was matched one block earlier, so that even equal digests of different prompts could not mix them up.
+A digest only finds a candidate. It is a hit if its tokens and `extra` are equal and its parent is the very
+entry that was matched one block earlier: even equal digests of different prompts could not mix them up.
 """
 
 import sys
@@ -53,7 +54,7 @@ def encode_extra(extra: Extra) -> bytes:
 
 
 def block_digest(parent: bytes, tokens: Iterable[int], extra: Extra = ()) -> bytes:
-    """The digest, 32 bytes, of a block of `tokens` that follows the block with digest `parent` (ROOT: none)."""
+    """The digest, 32 bytes, of `tokens` in a block that follows the one with digest `parent` (or ROOT)."""
     if not isinstance(parent, bytes) or len(parent) != 32:
         raise ValueError(f"parent={parent!r}; need a digest of 32 bytes")
     data = as_tokens("tokens", tokens)
@@ -153,8 +154,8 @@ class PrefixIndex:
         """Make the full blocks of a sequence findable; returns those that were not in the index before.
 
         blocks[k] holds tokens[k * block_size : (k + 1) * block_size], written already; a last block that is
-        not full is left out. Only blocks start .. stop - 1 are looked at (stop None: to the last full one), and
-        what comes before them has to be registered: so a decode step's call costs one block, not all.
+        not full is left out. Only blocks start .. stop - 1 are looked at (stop None: to the last full one),
+        and what comes before them has to be registered: so a decode step's call costs one block, not all.
 
         Raises ValueError for a range that does not fit the full blocks, if block start - 1 is not in the
         index, if a block comes twice, or if one is in the index with another content.
@@ -195,16 +196,20 @@ class PrefixIndex:
         return list(plan)
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """These blocks no longer hold their content. ValueError if one is not in the index, or comes twice."""
+        """These blocks no longer hold their content. ValueError if one is not in the index or comes twice."""
+        by_digest, by_block, entries = self._by_digest, self._by_block, []
         blocks = list(blocks)
-        if len(set(blocks)) < len(blocks):
-            raise ValueError(f"blocks={blocks}; need each once")
-        for block, entry in [(b, self._entry(b)) for b in blocks]:
-            del self._by_block[block]
+        for block in blocks:
+            entry = by_block.pop(block, None)
+            if entry is None:
+                by_block.update(zip(blocks, entries))  # undo
+                raise ValueError(f"blocks: block {block!r} is not in the index")
+            entries.append(entry)
+        for block, entry in zip(blocks, entries):
             del entry.blocks[block]
             # The digest may lead to a newer entry by now: take away only what leads here.
-            if not entry.blocks and self._by_digest.get(entry.digest) is entry:
-                del self._by_digest[entry.digest]
+            if not entry.blocks and by_digest.get(entry.digest) is entry:
+                del by_digest[entry.digest]
 
     def _entry(self, block: int) -> Entry:
         entry = self._by_block.get(block)

@@ -88,7 +88,7 @@ class BlockTable:
         self.length = n
 
     def fork(self) -> "BlockTable":
-        """A second table of the same tokens in the same blocks: nothing is copied until one of them writes."""
+        """A second table of the same tokens in the same blocks: nothing is copied until one of them grows."""
         self._usable()
         self.pool.fork(self.ids)
         return BlockTable(self.pool, self.ids, self.length)

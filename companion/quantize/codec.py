@@ -74,10 +74,10 @@ class Codec(ABC):
     def bound(self, qt: QuantizedTensor) -> Float[Tensor, "*batch S D"]:
         """The largest error that each number can have, float32, where it was within the codec's range.
 
-        Out of range, and cut: beyond 448 or 57,344 in fp8 without a group's scale; beyond 2,688 times a fixed
-        tensor_scale in nvfp4; beyond 65,504 in integers with float16 scales.
+        Out of range, and cut: without a group's scale, in fp8 beyond 448 or 57,344 (times a tensor_scale); in
+        nvfp4 beyond 2,688 times a fixed tensor_scale; in integers with float16 scales beyond 65,504.
         """
-        error = self._bound(qt).reshape(qt.shape) + 2.0**-140  # what float32 may lose at its own low end
+        error = self._bound(qt).reshape(qt.shape) + 2.0**-130  # what float32 may lose at its own low end
         if qt.dtype in (torch.float16, torch.bfloat16):  # what reading it back in 16 bits may add
             error = error + half_ulp(self.dequantize(qt), qt.dtype)
         return error

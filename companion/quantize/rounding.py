@@ -15,8 +15,8 @@ def at_most(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The largest number of `dtype` that is not above x (float32); the lowest finite one below that."""
     most = torch.finfo(dtype).max
     near = x.clamp(-most, most).to(dtype)
-    # Half a unit below x, rounded again, is the neighbour below.
-    lower = (x - half_ulp(x, dtype)).clamp(-most, most).to(dtype)
+    # 5/8 of a gap below x, rounded again, is the neighbour below: never a tie, wherever x is in its gap.
+    lower = (x - 1.25 * half_ulp(x, dtype)).clamp(-most, most).to(dtype)
     return torch.where(near.to(torch.float32) > x, lower, near)
 
 

@@ -16,7 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text())
 URL = CONFIG["repository"]["url"]
 OWNER, NAME = URL.removeprefix("https://github.com/").split("/")
-SKIPPED = {".git", ".venv", "_build", "vendor", "node_modules", "__pycache__", ".pytest_cache", ".ruff_cache"}
+SKIPPED = {
+    ".git",
+    ".venv",
+    "_build",
+    "build",
+    "dist",
+    "vendor",
+    "node_modules",
+    "__pycache__",
+    ".pytest_cache",
+    ".ruff_cache",
+}
 TEXTS = set(".md .py .toml .txt .yml .yaml .json .cff .css .js .mjs .ipynb .cfg .svg".split())
 NAMED = {"Makefile", "LICENSE", "LICENSE-text", "run", ".npmrc", ".gitignore"}  # text without a suffix
 
