@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,16 +20,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as e:
         hint = "python -m pip install 'what-a-token-costs[model]'"
         print(f"companion {args.command}: error: {e.name} is not installed; {hint}", file=sys.stderr)
-    except BrokenPipeError:  # the reader of our output has gone
-        sys.stderr.close()
+    except BrokenPipeError:  # the reader of our output has gone; nothing is left to flush to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as e:
+        print(f"companion {args.command}: error: {e.filename or 'output'}: {e.strerror}", file=sys.stderr)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
     return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """One line for a mistake; the usage is a --help away."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="companion", description=__doc__)
+    top = _Parser(prog="companion", description=__doc__)
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -80,8 +91,13 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError("the prompt is empty; a model needs at least one token to continue")
     model, tokenizer = load(args.model)
     prompt = tokenizer.chat([{"role": "user", "content": args.prompt}]) if args.chat else args.prompt
-    if not (args.json or args.chat):
-        print(prompt, end="", flush=True)
+    shown = "" if args.chat else prompt  # with the first piece, so that a refused prompt prints nothing
+
+    def tell(row: int, piece: str) -> None:
+        nonlocal shown
+        print(shown + piece, end="", flush=True)
+        shown = ""
+
     g = generate(
         model,
         tokenizer.encode(prompt),
@@ -91,7 +107,7 @@ def _generate(args: argparse.Namespace) -> int:
         prefill_chunk=args.prefill_chunk,
         tokenizer=tokenizer,
         stop=args.stop,
-        on_text=None if args.json else lambda row, piece: print(piece, end="", flush=True),
+        on_text=None if args.json else tell,
     )
     if args.json:
         print(
@@ -110,7 +126,7 @@ def _generate(args: argparse.Namespace) -> int:
             )
         )
         return 0
-    print()
+    print(shown)
     rate = f", {len(g.itl_s) / sum(g.itl_s):.1f} tokens/s after it" if g.itl_s else ""
     print(
         f"[{g.prompt_tokens} + {len(g.tokens)} tokens, first after {g.ttft_s * 1e3:.0f} ms{rate}]",

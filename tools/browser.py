@@ -127,7 +127,7 @@ class _Page:
 
     def __init__(self, socket, visit: Visit):
         self.socket, self.visit = socket, visit
-        self.number, self.loaded, self.open = 0, False, set()
+        self.number, self.loaded, self.open = 0, False, {}  # open: request id -> address
 
     async def call(self, method: str, **params) -> dict:
         self.number += 1
@@ -163,11 +163,11 @@ class _Page:
             errors.append(f"{p['entry']['text']} {p['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
             self.visit.requests.append(p["request"]["url"])
-            self.open.add(p["requestId"])
+            self.open[p["requestId"]] = p["request"]["url"]
         elif method in ("Network.loadingFinished", "Network.loadingFailed"):
-            self.open.discard(p["requestId"])
+            url = self.open.pop(p["requestId"], "")
             if method.endswith("Failed") and not p.get("canceled"):
-                errors.append(f"a request failed: {p.get('errorText')}")
+                errors.append(f"a request failed: {p.get('errorText')} {url}")
 
     async def quiet(self, still: float = 0.3) -> None:
         """Until the page is loaded, no request is open, and nothing happened for a moment."""

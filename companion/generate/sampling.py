@@ -36,7 +36,8 @@ def probabilities(
     x = logits if logits.dtype == torch.float64 else logits.float()
     if temperature == 0:
         return torch.zeros_like(x).scatter_(1, greedy(logits)[:, None], 1.0)
-    x = (x - x.amax(dim=-1, keepdim=True)) / temperature  # the largest is 0: nothing can overflow
+    lowest, highest = torch.finfo(x.dtype).tiny, torch.finfo(x.dtype).max  # beyond them, 0 / 0
+    x = (x - x.amax(dim=-1, keepdim=True)) / min(max(temperature, lowest), highest)  # the largest is 0
     p = torch.softmax(x, dim=-1)
     if not top_k and top_p == 1 and not min_p:
         return p
@@ -83,6 +84,9 @@ class Sampler:
         check_options(temperature, top_k, top_p, min_p)
         self.options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         self.seed = seed
+        for one in seed if isinstance(seed, Sequence) else () if seed is None else (seed,):
+            if not hasattr(one, "__index__") or not -(2**63) <= one < 2**64:
+                raise ValueError(f"seed={seed!r}; need an integer of 64 bits, or one for each row")
         self._generators: list[torch.Generator] = []
 
     def __repr__(self) -> str:
@@ -105,7 +109,8 @@ class Sampler:
             if self.seed is None:
                 g.seed()
             else:
-                g.manual_seed(self.seed[b] if isinstance(self.seed, Sequence) else self.seed + b)
+                seed = self.seed[b] if isinstance(self.seed, Sequence) else self.seed + b
+                g.manual_seed(seed % 2**64)
             self._generators.append(g)
         return self._generators[:n]
 

@@ -51,7 +51,7 @@ class _Stage:
 
     def crop(self, name, n):
         """Only the first n tokens stay."""
-        self.manager.crop(self._old(name), n)
+        self.manager.crop(self._old(name), whole("n", n))
 
     def finish(self, name):
         """The sequence leaves."""
@@ -60,7 +60,7 @@ class _Stage:
 
     def evict(self, n=None):
         """The n cached blocks that were freed longest ago are forgotten; without n, all."""
-        self.manager.evict(n)
+        self.manager.evict(None if n is None else whole("n", n))
 
     # --- help ---------------------------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     # bucketize sends a tie down; where the code above is the even one, the edge moves just below the tie.
     up = torch.arange(len(between), device=x.device) % 2 == 1
     edges = torch.where(up, torch.nextafter(edges, torch.zeros_like(edges)), edges)
-    code = torch.bucketize(x.abs(), edges).to(torch.uint8)
+    code = torch.bucketize(x.abs().contiguous(), edges).to(torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 

@@ -1,4 +1,4 @@
-"""Choosing a token: against transformers' processors, against loops in Python floats, and by counting draws."""
+"""Choosing a token: against the processors of transformers, loops in Python floats, and counted draws."""
 
 import math
 

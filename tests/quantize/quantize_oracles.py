@@ -8,8 +8,10 @@ import numpy as np
 
 
 def minifloat(exponent_bits: int, mantissa_bits: int, bias: int, special: str) -> list[float]:
-    """The values of codes 0 .. 2**(e+m) - 1, sign 0. special: "ieee" (top exponent is inf and NaN), "fn" (only
-    the very last code is NaN), or "none"."""
+    """The values of codes 0 .. 2**(e+m) - 1, sign 0.
+
+    special: "ieee" (top exponent is inf and NaN), "fn" (only the very last code is NaN), or "none".
+    """
     values = []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
         e, m = code >> mantissa_bits, code & (2**mantissa_bits - 1)

@@ -1,4 +1,4 @@
-"""fp8, nvfp4 and mxfp4 against their definitions: every code, every tie, saturation, scales of both levels."""
+"""fp8, nvfp4 and mxfp4 against their definitions: every code, every tie, saturation, both levels of scale."""
 
 import math
 

@@ -1,0 +1,113 @@
+"""`companion doctor`: what is found, and the advice that follows from it, on machines that are made up."""
+
+import json
+import os
+import platform
+
+import pytest
+import torch
+
+from companion import doctor
+from companion.cli import main
+
+
+def test_this_machine():
+    found = doctor.report()
+    assert list(found) == ["machine", "packages", "torch sees", "what will run"]
+    assert all(isinstance(v, str) and v and "\n" not in v for rows in found.values() for v in rows.values())
+    assert found["machine"]["python"] == platform.python_version()
+    assert found["machine"]["cores"] == str(os.cpu_count())
+    assert found["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert found["what will run"]["companion size"] == "yes"
+    assert found["what will run"]["companion generate"] == "yes"
+    assert found["torch sees"]["threads"] == str(torch.get_num_threads())
+
+
+def test_memory_is_that_of_the_kernel():
+    with open("/proc/meminfo") as f:
+        total = int(f.readline().split()[1]) * 1024
+    text = doctor.report()["machine"]["memory"]
+    assert text == f"{total / 2**30:.1f} GiB ({total / 1e9:.1f} GB)"
+
+
+def test_as_text_and_as_json(capsys):
+    assert main(["doctor"]) == 0
+    text, err = capsys.readouterr()
+    assert err == ""
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for section, rows in found.items():
+        assert f"{section}\n" in text
+        for name, value in rows.items():
+            assert any(line.split() == [*name.split(), *value.split()] for line in text.splitlines())
+
+
+def a_gpu(monkeypatch, capability, name="NVIDIA Test"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *a, **k: True)  # as a T4 says of itself
+    properties = type("P", (), {"name": name, "major": capability[0], "minor": capability[1]})
+    properties.total_memory = 16 * 2**30
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype",
+    [
+        ((7, 5), "float16"),
+        ((7, 0), "float16"),
+        ((8, 0), "bfloat16"),
+        ((9, 0), "bfloat16"),
+        ((12, 0), "bfloat16"),
+    ],
+)
+def test_tr_13_the_dtype_follows_the_capability(monkeypatch, capability, dtype):
+    a_gpu(monkeypatch, capability)
+    found = doctor.report()
+    assert found["what will run"]["dtype to use"].startswith(dtype)
+    major, minor = capability
+    assert found["torch sees"]["cuda:0"] == f"NVIDIA Test, capability {major}.{minor}, 16.0 GiB"
+    assert "cuda" in found["torch sees"]["devices"]
+
+
+def without(monkeypatch, *names):
+    find = doctor.importlib.util.find_spec
+    monkeypatch.setattr(
+        doctor.importlib.util, "find_spec", lambda name, *rest: None if name in names else find(name, *rest)
+    )
+
+
+def test_without_torch(monkeypatch):
+    without(monkeypatch, "torch")
+    found = doctor.report()
+    assert found["torch sees"] == {"devices": "torch is not installed"}
+    rows = found["what will run"]
+    assert rows["companion size"] == "yes" and "dtype to use" not in rows
+    assert (
+        rows["companion generate"].startswith("no:")
+        and "what-a-token-costs[model]" in rows["companion generate"]
+    )
+    assert rows["Triton kernels"].startswith("no:")
+
+
+def test_without_the_rest(monkeypatch):
+    without(monkeypatch, "tokenizers", "matplotlib", "triton")
+    rows = doctor.report()["what will run"]
+    assert rows["companion generate"].startswith("no:")
+    assert "what-a-token-costs[figures]" in rows["figures"]
+    assert rows["Triton kernels"] == "no: triton is not installed"
+
+
+@pytest.mark.parametrize("platform_name", ["darwin", "win32"])
+def test_triton_exists_on_linux_only(monkeypatch, platform_name):
+    monkeypatch.setattr(doctor.sys, "platform", platform_name)
+    assert doctor.report()["what will run"]["Triton kernels"] == "no: Triton exists on Linux only"
+
+
+def test_packages_that_are_not_there(monkeypatch):
+    def missing(name):
+        raise doctor.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", missing)
+    assert set(doctor.report()["packages"].values()) == {"not installed"}
