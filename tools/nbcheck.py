@@ -30,7 +30,7 @@ FRAME = [  # the `##` headings that every chapter has, in this order; its own co
 WORDS = range(1500, 3001)
 EXERCISES = range(3, 7)
 MAX_LINES = 25
-MAX_COLUMNS = 100  # about what fits on the page beside its table of contents
+MAX_COLUMNS = 110  # the line length of the package, and what fits at 1280 px
 MAX_PRINTED = 110  # a listing of the companion may be as wide as the companion is
 EXERCISE = re.compile(r"^### Exercise (\d+) \((easy|medium|hard), .*minutes?\)", re.M)
 # MyST that GitHub, Colab and JupyterLab would show raw
