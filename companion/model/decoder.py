@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..caches.base import Cache, row_counts
 from ..cost import ModelSpec
 from ..rope import Rope
-from .blocks import Block, RMSNorm, matrix
+from .blocks import Block, RMSNorm
+from .products import matrix, product
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # what these blocks compute faithfully
 
@@ -70,7 +71,7 @@ class Decoder(nn.Module):
 
     def head(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows V"]:
         """The last norm, then the output matrix: float32 logits (float64 for float64 weights)."""
-        logits = F.linear(self.norm(x), self.output)
+        logits = product(self.norm(x), self.output)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def angles(self, positions: Int[Tensor, "*rows"]) -> tuple[Tensor, Tensor]:

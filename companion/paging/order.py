@@ -85,19 +85,19 @@ class EvictionOrder:
     def __iter__(self) -> Iterator[int]:
         """The next to be evicted first."""
         i = self._first
-        while i != END:
+        for _ in range(self._count):  # and not "until END": a broken chain must not be walked for ever
             yield i
             i = self._after[i]
 
     def check(self) -> None:
-        """Raise BrokenInvariant unless both directions tell of the same members, each once."""
-        last, seen = END, 0
-        for i in self:
-            must(0 <= i < len(self._before), f"the order of eviction leads to block {i}, which is none")
+        """Raise BrokenInvariant unless both directions tell of the same members, each once, and no others."""
+        i, last, size = self._first, END, len(self._before)
+        for seen in range(self._count):
+            must(i != END, f"the order of eviction holds {seen} blocks but counts {self._count}")
+            must(0 <= i < size, f"the order of eviction leads to block {i}, which is none")
             must(self._before[i] == last, f"the order's links disagree at block {i}")
-            last, seen = i, seen + 1
-            must(seen <= self._count, f"the order of eviction holds more than the {self._count} it counts")
-        must(seen == self._count, f"the order of eviction holds {seen} blocks but counts {self._count}")
+            last, i = i, self._after[i]
+        must(i == END, f"the order of eviction goes on to block {i} after the {self._count} that it counts")
         must(self._last == last, f"the order ends at block {last} but says {self._last}")
         members = sum(1 for b in self._before if b != ABSENT)
-        must(members == seen, f"{members} blocks say that they are in the order of eviction, {seen} are")
+        must(members == self._count, f"{members} blocks say that they are in the order, {self._count} are")

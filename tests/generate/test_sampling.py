@@ -12,7 +12,7 @@ from transformers.generation import logits_process as hf
 from companion.generate import Sampler, greedy, probabilities
 
 INF, NAN = math.inf, math.nan
-QUICK = settings(max_examples=200, deadline=None, database=None)
+QUICK = settings(max_examples=200, deadline=None, database=None, derandomize=True)
 
 
 def logits_of(p):

@@ -235,7 +235,7 @@ def test_a_file_cut_anywhere_is_one_clear_error(tiny_gguf):
     path, _ = tiny_gguf()
     whole, needed = path.read_bytes(), needed_bytes(path)
     header = min(t.data_offset for t in gguf.GGUFReader(path).tensors)
-    cuts = [*range(0, 600), *range(600, header, 13), *range(header, needed, 997), needed - 1]
+    cuts = [*range(0, 300), *range(300, header, 29), *range(header, needed, 4999), needed - 1]
     for cut in cuts:
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=r"tiny\.gguf"):

@@ -15,11 +15,13 @@ from companion.model.fetch import smollm2 as path_of_smollm2
 from companion.model.gguf import GGUF
 
 GPT2 = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-QUICK = settings(max_examples=150, deadline=None, database=None)
+QUICK = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 ABSENT = "\x04\x06\x13\x14\x16\x1d"  # control characters that SmolLM2's vocabulary has no token for
 # Nor for the first byte of characters in planes that Unicode leaves empty.
 CHARACTERS = st.characters(exclude_categories=("Cs",), exclude_characters=ABSENT)
 TEXT = st.text(CHARACTERS.filter(lambda c: not 0x40000 <= ord(c) < 0xC0000), max_size=60)
+# What is a letter is agreed between versions of Unicode only for characters that are not new.
+OLD = st.characters(exclude_categories=("Cs", "Cn", "Co"), exclude_characters=ABSENT)
 WORDS = "the| in|12|3| |\n|\n\n|  |'s|don't|é|漢|🙂|\t|½|٣|x1y".split("|")
 MIXED = st.lists(st.sampled_from(WORDS), max_size=14).map("".join)
 SAMPLES = [
@@ -85,7 +87,7 @@ def test_ids_are_those_of_a_plain_byte_pair_encoder(tokenizer, own, text):
 
 
 @QUICK
-@given(TEXT | MIXED)
+@given(st.text(OLD, max_size=60) | MIXED)
 def test_ids_of_any_text(tokenizer, own, text):
     assert tokenizer.encode(text, special=False) == own.encode(text)
 

@@ -14,8 +14,9 @@ from paging_plain import manager_state
 import companion.paging.prefix
 from companion.paging import BlockManager, PoolFull
 
-PROMPTS = st.lists(st.integers(0, 1), max_size=13)
-SALTS = st.sampled_from([(), ("a",), ("b",)])
+BIT = st.integers(0, 1)
+PROMPTS = st.builds(lambda k, n, tail: [k] * n + tail, BIT, st.integers(0, 9), st.lists(BIT, max_size=5))
+SALTS = st.sampled_from([(), (), ("a",)])
 
 
 class Weak:
@@ -99,8 +100,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # --- the calls -------------------------------------------------------------------------------------
 
-    @rule(tokens=PROMPTS, salt=SALTS)
-    def allocate(self, tokens, salt):
+    @rule(tokens=PROMPTS, salt=SALTS, written=st.booleans())
+    def allocate(self, tokens, salt, written):
         before = self.refs()
         total = -(-len(tokens) // self.size)
         if self.exact:
@@ -120,9 +121,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self.took(ids[len(found) :], before | dict.fromkeys(found))
         self.seqs.append([seq, list(tokens), salt])
         self.write(seq, tokens, salt, seq.shared)
+        if written:
+            self.registered(seq, tokens, salt, None)
 
     @precondition(lambda self: getattr(self, "seqs", None))
-    @rule(data=st.data(), extra=st.lists(st.integers(0, 1), max_size=6))
+    @rule(data=st.data(), extra=st.lists(BIT, max_size=6))
     def append(self, data, extra):
         chosen = self.pick(data)
         seq, tokens, salt = chosen
@@ -152,8 +155,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), whole=st.booleans())
     def register(self, data, whole):
         seq, tokens, salt = self.pick(data)
-        n = len(tokens) if whole else data.draw(st.integers(0, len(tokens)))
-        new = self.manager.register(seq, None if whole else n)
+        self.registered(seq, tokens, salt, None if whole else data.draw(st.integers(0, len(tokens))))
+
+    def registered(self, seq, tokens, salt, computed):
+        new = self.manager.register(seq, computed)
+        n = len(tokens) if computed is None else computed
         parent, expected = 0, []
         for k in range(n // self.size):
             block = seq.table.ids[k]

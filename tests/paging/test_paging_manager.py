@@ -121,6 +121,18 @@ def test_found_blocks_are_not_evicted_for_the_rest_of_their_own_prompt():
     manager.check()
 
 
+def test_found_blocks_are_not_evicted_even_if_their_turn_is_next():
+    manager = BlockManager(4, 4)
+    for prompt in (PROMPT[:8], [1] * 8):
+        seq = manager.allocate(prompt)
+        manager.register(seq)
+        manager.free(seq)
+    assert manager.pool.eviction_order() == [1, 0, 3, 2]
+    seq = manager.allocate([*PROMPT[:8], *[2] * 8])
+    assert seq.table.ids[:2] == [0, 1] and seq.shared == 8 and sorted(seq.table.ids) == [0, 1, 2, 3]
+    manager.check()
+
+
 def test_room_that_the_hit_itself_takes_is_not_counted_twice():
     """Three cached blocks are free; the prompt revives two of them, so one is left where two are needed."""
     manager = BlockManager(3, 4)

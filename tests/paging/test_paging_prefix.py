@@ -163,6 +163,7 @@ def test_equal_digests_of_different_prompts_do_not_mix(monkeypatch):
     index.remove([3, 0, 1])
     index.register([4], [7, 8])
     assert index.match([7, 8, 9]) == [4]
+    assert index.match([7, 7, 9]) == [] == index.match([7, 8, 9], ("salt",))
     index.check()
 
 
