@@ -20,7 +20,7 @@ def whole(name: str, value: object, least: int = 0) -> int:
     return value
 
 
-def must(holds: object, message: str) -> None:
-    """Raise BrokenInvariant unless it holds."""
+def must(holds: object, message: str, *values: object) -> None:
+    """Raise BrokenInvariant unless it holds. The message takes the values in only then: most checks pass."""
     if not holds:
-        raise BrokenInvariant(message)
+        raise BrokenInvariant(message.format(*values))

@@ -254,9 +254,11 @@ class BlockManager:
         size, held = self.block_size, {}
         for seq in self._live:
             table, n = seq.table, len(seq.tokens)
-            must(not table.freed and table.length == n, f"{seq}: its table says {table.length} tokens")
-            must(len(table.ids) == blocks_needed(n, size), f"{seq}: {n} tokens in {len(table.ids)} blocks")
-            must(len(set(table.ids)) == len(table.ids), f"{seq}: a block is twice in the table")
+            must(not table.freed and table.length == n, "{}: its table says {} tokens", seq, table.length)
+            must(
+                len(table.ids) == blocks_needed(n, size), "{}: {} tokens in {} blocks", seq, n, len(table.ids)
+            )
+            must(len(set(table.ids)) == len(table.ids), "{}: a block is twice in the table", seq)
             for block in table.ids:
                 held[block] = held.get(block, 0) + 1
             digest = ROOT
@@ -264,15 +266,15 @@ class BlockManager:
                 mine = seq.tokens[k * size : (k + 1) * size]
                 if block in self.index:
                     cached = self.index.content(block)[: len(mine)]
-                    must(cached == list(mine), f"{seq}: the index has other tokens for block {block}")
+                    must(cached == list(mine), "{}: the index has other tokens for block {}", seq, block)
                 if k < seq.registered:
                     digest = block_digest(digest, mine, seq.extra)
                     found = block in self.index and self.index.digest(block) == digest
-                    must(found, f"{seq}: block {block} is registered but not indexed as what it is")
-            must(seq.registered * size <= n, f"{seq}: {seq.registered} registered blocks are not all full")
+                    must(found, "{}: block {} is registered but not indexed as what it is", seq, block)
+            must(seq.registered * size <= n, "{}: {} registered blocks are not all full", seq, seq.registered)
         refs = {i: self.pool.ref_count(i) for i in range(self.pool._used)}
         wrong = [i for i in refs.keys() | held.keys() if refs.get(i, 0) != held.get(i, 0)]
-        must(not wrong, f"blocks {wrong} have reference counts that differ from the tables that hold them")
+        must(not wrong, "blocks {} have reference counts that differ from the tables that hold them", wrong)
         kept = {i for i in refs if self.pool.is_kept(i)}
         wrong = sorted(kept ^ set(self.index))
-        must(not wrong, f"blocks {wrong} are kept by the pool or known to the index, but not both")
+        must(not wrong, "blocks {} are kept by the pool or known to the index, but not both", wrong)

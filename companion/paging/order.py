@@ -93,11 +93,13 @@ class EvictionOrder:
         """Raise BrokenInvariant unless both directions tell of the same members, each once, and no others."""
         i, last, size = self._first, END, len(self._before)
         for seen in range(self._count):
-            must(i != END, f"the order of eviction holds {seen} blocks but counts {self._count}")
-            must(0 <= i < size, f"the order of eviction leads to block {i}, which is none")
-            must(self._before[i] == last, f"the order's links disagree at block {i}")
+            must(i != END, "the order of eviction holds {} blocks but counts {}", seen, self._count)
+            must(0 <= i < size, "the order of eviction leads to block {}, which is none", i)
+            must(self._before[i] == last, "the order's links disagree at block {}", i)
             last, i = i, self._after[i]
-        must(i == END, f"the order of eviction goes on to block {i} after the {self._count} that it counts")
-        must(self._last == last, f"the order ends at block {last} but says {self._last}")
+        must(
+            i == END, "the order of eviction goes on to block {} after the {} that it counts", i, self._count
+        )
+        must(self._last == last, "the order ends at block {} but says {}", last, self._last)
         members = sum(1 for b in self._before if b != ABSENT)
-        must(members == self._count, f"{members} blocks say that they are in the order, {self._count} are")
+        must(members == self._count, "{} blocks say that they are in the order, {} are", members, self._count)

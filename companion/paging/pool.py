@@ -222,11 +222,13 @@ class BlockPool:
         7. num_free is what is left of num_blocks when the live blocks are taken away.
         """
         used = self._used
-        must(used <= self.num_blocks, f"{used} blocks were handed out of {self.num_blocks}")
+        must(used <= self.num_blocks, "{} blocks were handed out of {}", used, self.num_blocks)
         sizes = {len(x) for x in (self._refs, self._kept, self._order._before, self._order._after)}
-        must(len(sizes) == 1 and used <= max(sizes), f"arrays of {sorted(sizes)} entries for {used} blocks")
+        must(
+            len(sizes) == 1 and used <= max(sizes), "arrays of {} entries for {} blocks", sorted(sizes), used
+        )
         negative = [i for i, r in enumerate(self._refs) if r < 0]
-        must(not negative, f"blocks {negative} have negative reference counts")
+        must(not negative, "blocks {} have negative reference counts", negative)
         self._order.check()
         empty, cached = set(self._empty), set(self._order)
         must(len(empty) == len(self._empty), "a block is twice among the empty ones")
@@ -236,9 +238,9 @@ class BlockPool:
             ("live and cached", live & cached),
             ("empty and cached", empty & cached),
         ):
-            must(not twice, f"blocks {sorted(twice)} are both {name}")
+            must(not twice, "blocks {} are both {}", sorted(twice), name)
         lost = set(range(used)) ^ (live | empty | cached)
-        must(not lost, f"blocks {sorted(lost)} are neither live nor free")
+        must(not lost, "blocks {} are neither live nor free", sorted(lost))
         must(all(self._kept[i] for i in cached), "a block waits for eviction whose content is not kept")
         must(not any(self._kept[i] for i in empty), "an empty block's content is kept")
-        must(self.num_free == self.num_blocks - len(live), f"num_free={self.num_free}, live={len(live)}")
+        must(self.num_free == self.num_blocks - len(live), "num_free={}, live={}", self.num_free, len(live))

@@ -227,16 +227,18 @@ class PrefixIndex:
         5. No two entries have one number.
         """
         for block, entry in self._by_block.items():
-            must(block in entry.blocks, f"block {block} is in the index, but not in its entry")
+            must(block in entry.blocks, "block {} is in the index, but not in its entry", block)
         entries = {id(e): e for e in [*self._by_block.values(), *self._by_digest.values()]}.values()
         for entry in entries:
-            must(entry.blocks, f"entry {entry.number} is in the index without a block")
+            must(entry.blocks, "entry {} is in the index without a block", entry.number)
             for block in entry.blocks:
-                must(self._by_block.get(block) is entry, f"block {block} leads to another entry than its own")
+                must(
+                    self._by_block.get(block) is entry, "block {} leads to another entry than its own", block
+                )
             made = sha256(entry.parent_digest + self._count + entry.tokens + entry.extra).digest()
-            must(entry.digest == made, f"entry {entry.number} has not the digest of its content")
-            must(len(entry.tokens) == 4 * self.block_size, f"entry {entry.number} is not one full block")
-            must(0 <= entry.parent < entry.number, f"entry {entry.number} follows entry {entry.parent}")
+            must(entry.digest == made, "entry {} has not the digest of its content", entry.number)
+            must(len(entry.tokens) == 4 * self.block_size, "entry {} is not one full block", entry.number)
+            must(0 <= entry.parent < entry.number, "entry {} follows entry {}", entry.number, entry.parent)
         for digest, entry in self._by_digest.items():
-            must(digest == entry.digest, f"a digest leads to entry {entry.number}, which has another one")
+            must(digest == entry.digest, "a digest leads to entry {}, which has another one", entry.number)
         must(len({e.number for e in entries}) == len(entries), "two entries have the same number")

@@ -15,7 +15,10 @@ import companion.paging.prefix
 from companion.paging import BlockManager, PoolFull
 
 BIT = st.integers(0, 1)
-PROMPTS = st.builds(lambda k, n, tail: [k] * n + tail, BIT, st.integers(0, 9), st.lists(BIT, max_size=5))
+PROMPTS = st.builds(
+    lambda k, n, tail: [k] * n + tail, BIT, st.sampled_from([4, 9, 6, 2, 1, 0]), st.lists(BIT, max_size=4)
+)
+PERMUTED = st.sampled_from([lambda t: t, lambda t: t[::-1], lambda t: t[1:] + t[:1]])
 SALTS = st.sampled_from([(), (), ("a",)])
 
 
@@ -32,11 +35,12 @@ class Weak:
 class ManagerMachine(RuleBasedStateMachine):
     exact = True  # whether hits can be predicted
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4))
+    @initialize(num_blocks=st.sampled_from([6, 12, 9, 3, 1]), block_size=st.sampled_from([2, 1, 3, 4]))
     def start(self, num_blocks, block_size):
         self.manager = BlockManager(num_blocks, block_size)
         self.n, self.size = num_blocks, block_size
         self.seqs = []  # [sequence, tokens, salt]
+        self.history = [[], [0] * 5]  # prompts that came
         self.slots = {}  # slot -> (salt, the tokens up to this one)
         # The naive cache: what each registered block holds, by name; names are told apart as prefixes are.
         self.names, self.holds, self.order, self.made = {}, {}, [], 0
@@ -120,9 +124,22 @@ class ManagerMachine(RuleBasedStateMachine):
         self.order = [i for i in self.order if i not in found]
         self.took(ids[len(found) :], before | dict.fromkeys(found))
         self.seqs.append([seq, list(tokens), salt])
+        self.history.append(list(tokens))
         self.write(seq, tokens, salt, seq.shared)
         if written:
             self.registered(seq, tokens, salt, None)
+
+    @rule(data=st.data(), tail=st.lists(BIT, max_size=4), salt=SALTS, change=PERMUTED)
+    def allocate_like_before(self, data, tail, salt, change):
+        """What came before and more, or the same tokens in another order."""
+        self.allocate(change(data.draw(st.sampled_from(self.history)))[:14] + tail, salt, True)
+
+    @rule(data=st.data())
+    def replace(self, data):
+        """The oldest leaves and a prompt that came before comes back: what a busy cache does all the time."""
+        if self.seqs:
+            self.leave(self.seqs[0])
+        self.allocate(data.draw(st.sampled_from(self.history)), (), True)
 
     @precondition(lambda self: getattr(self, "seqs", None))
     @rule(data=st.data(), extra=st.lists(BIT, max_size=6))
@@ -193,7 +210,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: getattr(self, "seqs", None))
     @rule(data=st.data())
     def free(self, data):
-        chosen = self.pick(data)
+        self.leave(self.pick(data))
+
+    def leave(self, chosen):
         before, old = self.refs(), chosen[0].table.ids[:]
         self.seqs.remove(chosen)
         self.manager.free(chosen[0])
@@ -253,6 +272,6 @@ class WeakDigestMachine(ManagerMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestManagerMachine.settings = settings(max_examples=70, stateful_step_count=50, deadline=None)
 TestWeakDigestMachine = WeakDigestMachine.TestCase
-TestWeakDigestMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestWeakDigestMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
