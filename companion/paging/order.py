@@ -97,9 +97,7 @@ class EvictionOrder:
             must(0 <= i < size, "the order of eviction leads to block {}, which is none", i)
             must(self._before[i] == last, "the order's links disagree at block {}", i)
             last, i = i, self._after[i]
-        must(
-            i == END, "the order of eviction goes on to block {} after the {} that it counts", i, self._count
-        )
+        must(i == END, "the order of eviction goes on to block {} after the {} it counts", i, self._count)
         must(self._last == last, "the order ends at block {} but says {}", last, self._last)
         members = sum(1 for b in self._before if b != ABSENT)
         must(members == self._count, "{} blocks say that they are in the order, {} are", members, self._count)

@@ -224,9 +224,7 @@ class BlockPool:
         used = self._used
         must(used <= self.num_blocks, "{} blocks were handed out of {}", used, self.num_blocks)
         sizes = {len(x) for x in (self._refs, self._kept, self._order._before, self._order._after)}
-        must(
-            len(sizes) == 1 and used <= max(sizes), "arrays of {} entries for {} blocks", sorted(sizes), used
-        )
+        must(len(sizes) == 1 and used <= max(sizes), "arrays of {} for {} blocks", sorted(sizes), used)
         negative = [i for i, r in enumerate(self._refs) if r < 0]
         must(not negative, "blocks {} have negative reference counts", negative)
         self._order.check()

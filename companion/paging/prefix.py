@@ -232,9 +232,7 @@ class PrefixIndex:
         for entry in entries:
             must(entry.blocks, "entry {} is in the index without a block", entry.number)
             for block in entry.blocks:
-                must(
-                    self._by_block.get(block) is entry, "block {} leads to another entry than its own", block
-                )
+                must(self._by_block.get(block) is entry, "block {} leads to another entry", block)
             made = sha256(entry.parent_digest + self._count + entry.tokens + entry.extra).digest()
             must(entry.digest == made, "entry {} has not the digest of its content", entry.number)
             must(len(entry.tokens) == 4 * self.block_size, "entry {} is not one full block", entry.number)

@@ -327,7 +327,7 @@ def set_refs(value):
     "change, message",
     [
         (lambda p: setattr(p, "_used", 7), "7 blocks were handed out of 6"),
-        (lambda p: p._kept.append(0), "entries for 4 blocks"),
+        (lambda p: p._kept.append(0), "for 4 blocks"),
         (set_refs(-1), r"\[0\] have negative"),
         (lambda p: p._empty.append(3), "twice among the empty"),
         (lambda p: p._empty.append(0), r"\[0\] are both live and empty"),
@@ -339,7 +339,7 @@ def set_refs(value):
         (lambda p: p._kept.__setitem__(2, 0), "waits for eviction whose content is not kept"),
         (lambda p: p._kept.__setitem__(3, 1), "an empty block's content is kept"),
         (lambda p: p._order.extend([2]), "links disagree at block 2"),  # twice: a chain that bites its tail
-        (lambda p: p._order._after.__setitem__(2, 2), "goes on to block 2 after the 1 that it counts"),
+        (lambda p: p._order._after.__setitem__(2, 2), "goes on to block 2 after the 1 it counts"),
         (lambda p: setattr(p._order, "_count", 0), "goes on to block 2 after the 0"),
         (lambda p: setattr(p._order, "_count", 2), "holds 1 blocks but counts 2"),
         (lambda p: setattr(p._order, "_last", 0), "ends at block 2 but says 0"),
