@@ -110,9 +110,11 @@ from companion.caches import make_cache
 from companion.cost import models
 from companion.quantize import codec
 spec, tokens, name = models["smollm2-135m"], 16384, sys.argv[1]
-warm = make_cache("quantized", spec, max_tokens=64, codec=codec("int4", group=32))
-warm.append(0, *2 * [torch.randn(1, spec.kv_heads, 8, spec.head_dim)])
-warm.attend(0, torch.randn(1, spec.heads, 8, spec.head_dim))
+# The library's own pages and threads come with the first calls; they are not the cache's.
+warm = make_cache("quantized", spec, max_tokens=512, codec=codec("int4", group=32))
+for _ in range(2):
+    for layer in range(spec.layers):
+        warm.append(layer, *2 * [torch.randn(1, spec.kv_heads, 256, spec.head_dim)])
 del warm
 before = psutil.Process().memory_info().rss
 options = {"codec": codec("int4", group=32)} if name == "quantized" else {}

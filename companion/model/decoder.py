@@ -20,7 +20,7 @@ class Decoder(nn.Module):
     """A decoder-only transformer of the Llama family.
 
     spec: its shape. weights: a mapping from Hugging Face's tensor names to tensors, or a function of a name.
-    Weights keep their dtype and device; matrices may be stored transposed (see `companion.model.blocks`).
+    Weights keep their dtype and device; matrices may be stored transposed (see `companion.model.products`).
 
     Attributes: `spec`, `blocks`, `rope`, `stop_ids` (tokens that end a reply; set by `load`).
     Raises ValueError for an architecture outside the family, and for a tensor that is missing or misshapen.
