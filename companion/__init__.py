@@ -8,7 +8,18 @@ import importlib
 
 __version__ = "0.1.0"
 
-_MODULES = ("attention", "caches", "cli", "cost", "figures", "generate", "model", "rope")
+_MODULES = (
+    "attention",
+    "caches",
+    "cli",
+    "cost",
+    "figures",
+    "generate",
+    "model",
+    "paging",
+    "quantize",
+    "rope",
+)
 
 __all__ = ["__version__", *_MODULES]
 
