@@ -65,8 +65,11 @@ def _layer_class() -> type:
                 self.cache.crop(0)
 
         def crop(self, tokens_to_remove: int) -> None:
+            """transformers counts tokens to remove downwards: -3 takes the last three away."""
+            if tokens_to_remove > 0:
+                raise ValueError(f"tokens_to_remove={tokens_to_remove}; need 0 or a negative number")
             if self.index == 0 and tokens_to_remove:  # once, for all layers
-                self.cache.crop(max(0, self.get_seq_length() - tokens_to_remove))
+                self.cache.crop(max(0, self.get_seq_length() + tokens_to_remove))
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             raise NotImplementedError("beam search reorders rows, which this cache cannot")

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..cost import ModelSpec
 from ..paging import BlockManager, blocks_needed
 from .attend import attend
-from .base import Cache
+from .base import Cache, whole_numbers
 from .tables import Entry, RowTables
 
 
@@ -111,7 +111,11 @@ class PagedCache(Cache):
         if storage is None:
             need = batch * blocks_needed(max_tokens, block_size)
             storage = PagedStorage(
-                spec, num_blocks=num_blocks or need, block_size=block_size, dtype=dtype, device=device
+                spec,
+                num_blocks=need if num_blocks is None else num_blocks,
+                block_size=block_size,
+                dtype=dtype,
+                device=device,
             )
         elif storage.spec != spec or storage.dtype != dtype:
             have, need = (f"{s.name} in {d}" for s, d in ((storage.spec, storage.dtype), (spec, dtype)))
@@ -190,7 +194,7 @@ class PagedCache(Cache):
 
     def crop(self, n):
         super().crop(n)
-        self._tables.crop(self._rows[0])
+        self._tables.crop([n] * self.batch if isinstance(n, int) else whole_numbers(n))
 
     def fork(self) -> "PagedCache":
         """A second cache over the same blocks; whoever writes into a shared block first gets a copy of it."""

@@ -8,6 +8,7 @@ import copy
 from functools import partial
 
 from ..paging import BlockManager, blocks_needed
+from .base import whole_numbers
 from .packed import PagedPacked
 from .quantized import QuantizedCache
 from .tables import RowTables
@@ -34,7 +35,7 @@ class PagedQuantizedCache(QuantizedCache):
         num_blocks=None,
     ):
         need = batch * blocks_needed(max_tokens, block_size)
-        self.manager = BlockManager(num_blocks or need, block_size)
+        self.manager = BlockManager(need if num_blocks is None else num_blocks, block_size)
         self.block_size = block_size
         self._tables = RowTables.new(self.manager, batch, device)
         super().__init__(
@@ -67,7 +68,7 @@ class PagedQuantizedCache(QuantizedCache):
 
     def crop(self, n):
         super().crop(n)
-        self._tables.crop(self._rows[0])
+        self._tables.crop([n] * self.batch if isinstance(n, int) else whole_numbers(n))
 
     def fork(self):
         """A second cache over the same full blocks, with a tail of its own."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..attention import merge_partials, sdpa
 from ..quantize import Codec, codec
+from ..quantize.codec import LIMIT
 from .base import Cache
 from .packed import TailedLayer
 
@@ -64,8 +65,9 @@ class QuantizedCache(Cache):
         self._check("v", v, (self.batch, self.spec.kv_heads, k.shape[2], self.spec.v_head_dim))
         before, new = self._plan(layer, k.shape[2], lengths)
         for b, n in zip(range(self.batch), new):
-            if not (torch.isfinite(k[b, :, :n]).all() and torch.isfinite(v[b, :, :n]).all()):
-                raise ValueError("k or v holds NaN or infinity; a scale cannot be found for it")
+            for name, x in (("k", k[b, :, :n]), ("v", v[b, :, :n])):
+                if n and not x.abs().amax() <= LIMIT:  # NaN compares False
+                    raise ValueError(f"{name} holds NaN, infinity or a number beyond 8.5e37; it has no scale")
         self._reserve([b + n for b, n in zip(before, new)])
         self._layers[layer].write(k, v, before, new)
         self._step[layer] = (k, v, list(before))
@@ -106,10 +108,13 @@ class QuantizedCache(Cache):
         rows, store = self._rows[self._layer(layer)], self._layers[layer]
         if len(set(rows)) > 1:
             raise ValueError(f"rows have lengths {rows}; read needs rows of one length")
-        k, v = store.tile(0, store.quantized[0])
-        m = rows[0] - store.quantized[0]
-        tail = store.tail_k[:, :, :m], store.tail_v[:, :, :m]
-        return torch.cat([k.to(self.dtype), tail[0]], 2), torch.cat([v.to(self.dtype), tail[1]], 2)
+        n, done = rows[0], store.quantized  # rows of one length may differ in what is quantized, after a crop
+        packed = [x.to(self.dtype) for x in store.tile(0, max(done))]
+        k, v = (
+            torch.stack([torch.cat([x[b, :, :q], tail[b, :, : n - q]], dim=1) for b, q in enumerate(done)])
+            for x, tail in zip(packed, (store.tail_k, store.tail_v))
+        )
+        return k, v
 
     def _check_crop(self, keep):
         for store, rows in zip(self._layers, self._rows):

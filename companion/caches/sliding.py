@@ -82,30 +82,44 @@ class SlidingCache(Cache):
         options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=return_lse)
         if self._window(layer) is None:
             return attend(q, k, v, starts=starts, stops=stops, window=None, **options)
+        self._check_held(layer, starts, S)
         # The order of the slots does not matter: a key carries its position in its rotation.
-        return attend_seen(q, k, v, self._seen(starts, stops, S, n), **options)
+        return attend_seen(q, k, v, self._seen(layer, starts, S, n), **options)
 
     def positions(self, row: int = 0, layer: int | None = None) -> list[int]:
         """Positions of the tokens that a sliding layer holds for this row, in ascending order."""
         layer = self.spec.layer_types.index("sliding") if layer is None else self._layer(layer)
-        held = self._held(self._rows[layer][row : row + 1], self._slots[layer])[0]
+        held = self._held(layer, self._slots[layer])[row]
         return sorted(p for p in held.tolist() if p >= 0)
 
     def _slot(self, position: torch.Tensor) -> torch.Tensor:
         s = self.sink_tokens
         return torch.where(position < s, position, s + (position - s) % self.ring)
 
-    def _held(self, stops: list[int], n: int) -> torch.Tensor:
+    def _held(self, layer: int, n: int) -> torch.Tensor:
         """Position of the token in each of n slots, (B, n); -1 where there is none."""
         slot = torch.arange(n, device=self.device)
-        stop = torch.tensor(stops, device=self.device)[:, None]
+        stop = torch.tensor(self._rows[layer], device=self.device)[:, None]
+        gone = torch.tensor(self._reached[layer], device=self.device)[:, None] - self.ring
         # The latest position before `stop` that maps to this slot.
         turns = torch.div(stop - 1 - slot, self.ring, rounding_mode="floor").clamp(min=0)
         position = torch.where(slot < self.sink_tokens, slot, slot + turns * self.ring)
-        return torch.where(position < stop, position, -1)
+        # After a crop a slot may have lost both: the token that was dropped and the one that it overwrote.
+        there = (position < stop) & ((position >= gone) | (position < self.sink_tokens))
+        return torch.where(there, position, -1)
 
-    def _seen(self, starts: list[int], stops: list[int], S: int, n: int) -> torch.Tensor:
-        held = self._held(stops, n)[:, None]  # (B, 1, n)
+    def _check_held(self, layer: int, starts: list[int], S: int) -> None:
+        """Every query's window must still be there: a look back is as deep as the ring allows."""
+        for row, (start, stop) in enumerate(zip(starts, self._rows[layer])):
+            first = max(start, 0)
+            gone = self._reached[layer][row] - self.ring
+            if first < stop and gone > max(self.sink_tokens, first - self.spec.window + 1):
+                raise ValueError(
+                    f"q has {S} tokens, but the ring no longer holds the window of row {row}'s token {first}"
+                )
+
+    def _seen(self, layer: int, starts: list[int], S: int, n: int) -> torch.Tensor:
+        held = self._held(layer, n)[:, None]  # (B, 1, n)
         at = torch.tensor(starts, device=self.device)[:, None] + torch.arange(S, device=self.device)
         at = at[..., None]  # (B, S, 1)
         recent = (held > at - self.spec.window) | (held < self.sink_tokens)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..paging import BlockManager, BlockTable, PagedSequence
+from ..paging import BlockManager, BlockTable, PagedSequence, PoolFull, blocks_needed
 
 Entry = PagedSequence | BlockTable
 
@@ -15,7 +15,13 @@ class RowTables:
 
     def __init__(self, manager: BlockManager, entries: Sequence[Entry], device: torch.device):
         self.manager, self.entries, self.device = manager, list(entries), device
-        self._ids: Tensor | None = None  # as a tensor, until a table changes
+        tables = [self.table(row) for row in range(len(self.entries))]
+        if any(t.freed or t.pool is not manager.pool for t in tables) or len(set(map(id, tables))) < len(
+            tables
+        ):
+            raise ValueError("sequences: need live tables of the storage's own manager, each once")
+        self._of: list[list[int]] | None = None  # the blocks for which `_ids` and `_run` were made
+        self._ids: Tensor | None = None
         self._run: int | None = None
 
     @classmethod
@@ -49,18 +55,23 @@ class RowTables:
             raise ValueError(
                 "sequences: a row outgrew its sequence; tell the manager first, by manager.append"
             )
-        copies, done = [], []
-        try:
-            for row, more in short:
-                done.append((tables[row], tables[row].length))
-                copies += tables[row].append(more)
-        except ValueError:
-            for table, length in done:
-                table.crop(length)
-            raise
-        finally:
-            self._ids = None
-        return copies
+        self._affordable([(tables[row], more) for row, more in short])
+        return [pair for row, more in short for pair in tables[row].append(more)]
+
+    def _affordable(self, wishes: Sequence[tuple[BlockTable, int]]) -> None:
+        """Raise unless the pool can give all: a row that has its block, or its copy, can't be undone."""
+        pool, need, left = self.manager.pool, 0, {}
+        for table, more in wishes:
+            total = blocks_needed(table.length + more, pool.block_size)
+            if table.freed or total > pool.num_blocks:
+                table.append(more)  # raises: freed, or more than the pool could ever give
+            need += total - len(table.ids)
+            if table.length % pool.block_size:  # its last block is copied while others hold it
+                last = table.ids[-1]
+                left[last] = left.get(last, pool.ref_count(last)) - 1
+                need += left[last] > 0
+        if need > pool.num_free:
+            raise PoolFull(f"lengths: {need} more blocks are needed and {pool.num_free} are free")
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Rows keep this many tokens at most; blocks behind them go back to the pool."""
@@ -69,7 +80,6 @@ class RowTables:
                 self.manager.crop(entry, n)
             else:
                 entry.crop(n)
-        self._ids = None
 
     def fork(self) -> "RowTables":
         """Tables of the same blocks, for a second cache."""
@@ -82,14 +92,15 @@ class RowTables:
                 self.manager.free(entry)
             else:
                 entry.free()
-        self._ids = None
 
     def tensor(self, width: int | None = None, fill: int = -1) -> Tensor:
         """int32 (B, width): the rows' blocks, padded with `fill`. width: None for the longest row's."""
         if width is None and fill == -1:
-            if self._ids is None:
+            now = [self.ids(row) for row in range(len(self.entries))]
+            if now != self._of:  # tables grow elsewhere too: in the manager, or in a caller's hands
+                self._of = [list(ids) for ids in now]
                 self._ids = self._tensor(None, -1)
-                self._run = _run(self.ids(0)) if len(self.entries) == 1 else None
+                self._run = _run(now[0]) if len(now) == 1 else None
             return self._ids
         return self._tensor(width, fill)
 

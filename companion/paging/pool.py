@@ -152,7 +152,7 @@ class BlockPool:
 
     def writable(self, id: int) -> bool:
         """Whether a live block may be written in place: it has one owner and nothing to be found by."""
-        return self._refs[id] == 1 and not self._kept[id]
+        return self.ref_count(id) == 1 and not self._kept[id]
 
     def forget(self, id: int) -> None:
         """Give up the content of a block: live, it stays live; cached, it becomes empty.

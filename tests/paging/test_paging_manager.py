@@ -197,6 +197,17 @@ def test_a_fork_copies_one_block_when_it_parts():
     assert manager.num_free == 8
 
 
+def test_a_fork_keeps_its_salt():
+    manager = BlockManager(8, 4)
+    a = manager.allocate(PROMPT[:6], ("mine",))
+    b = manager.fork(a)
+    manager.append(b, [1, 2])
+    manager.register(b)
+    assert manager.lookup([*PROMPT[:6], 1, 2, 3], ("mine",)) == 8
+    assert manager.lookup([*PROMPT[:6], 1, 2, 3]) == 0
+    manager.check()
+
+
 def test_both_halves_of_a_fork_may_register_their_common_blocks():
     manager = BlockManager(8, 4)
     a = manager.allocate(PROMPT[:9])

@@ -109,7 +109,7 @@ def test_references():
     assert (pool.ref_count(a), pool.ref_count(b), pool.ref_count(2)) == (3, 2, 0)
     pool.free([a, b, a])
     assert (pool.ref_count(a), pool.ref_count(b), pool.num_free) == (1, 1, 1)
-    assert pool.writable(a) and not pool.is_kept(a)
+    assert pool.writable(a) and not pool.is_kept(a) and not pool.writable(2)
     pool.keep([a])
     assert not pool.writable(a)  # others could read it
     pool.forget(a)
@@ -169,6 +169,7 @@ def test_a_bad_free_raises_and_changes_nothing(ids):
         *[(lambda p, n=n: p.evict(n), "n") for n in (-1, 1.0, "1", True)],
         *[(lambda p, i=i: p.ref_count(i), "id") for i in (-1, 6, 1.0, None, True)],
         *[(lambda p, i=i: p.is_kept(i), "id") for i in (-1, 6, "2")],
+        *[(lambda p, i=i: p.writable(i), "id") for i in (-1, 6, "2")],
     ],
 )
 def test_every_bad_call_names_its_argument_and_changes_nothing(call, name):
