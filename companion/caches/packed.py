@@ -180,5 +180,5 @@ class PagedPacked(Packed):
         table = [list(self.blocks(row)[low:high]) for row in range(B)]
         table = [ids + [0] * (high - low - len(ids)) for ids in table]  # a shorter row; masked by its length
         store = self.fields[name]
-        index = torch.tensor(table, device=store.device)
+        index = torch.tensor(table, dtype=torch.long, device=store.device)
         return store[:, index.flatten()].unflatten(1, (B, -1)).transpose(0, 1).flatten(2, 3)

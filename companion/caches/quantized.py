@@ -89,7 +89,7 @@ class QuantizedCache(Cache):
         options = dict(softmax_scale=softmax_scale, softcap=softcap, return_lse=True)
         parts = []
         deep = min(max(min(a, b) for a, b in zip(store.quantized, stops)), max(rows))
-        first = 0 if window is None else max(0, int(at.min()) - window + 1) // TILE * TILE
+        first = 0 if window is None or not S else max(0, int(at.min()) - window + 1) // TILE * TILE
         for a in range(first, deep, TILE):
             b = min(a + TILE, deep)
             k, v = store.tile(a, b)
@@ -147,7 +147,10 @@ def _seen(held: Tensor, at: Tensor, window: int | None) -> Tensor:
 def _pair(choice: Choice | Sequence) -> tuple[Codec, Codec]:
     if isinstance(choice, str):
         choice = PRESETS[choice] if choice in PRESETS else codec(choice)
-    pair = (choice, choice) if isinstance(choice, Codec) else tuple(choice)
+    if isinstance(choice, Codec):
+        choice = choice, choice
+    parts = choice if isinstance(choice, Sequence) else ()
+    pair = tuple(codec(c) if isinstance(c, str) else c for c in parts)
     if len(pair) != 2 or not all(isinstance(c, Codec) for c in pair):
         raise ValueError(f"codec={choice!r}; need a name, a Codec, or a pair of them for keys and values")
     for c in pair:

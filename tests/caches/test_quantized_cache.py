@@ -183,7 +183,8 @@ def test_every_token_is_quantized_once_and_its_codes_stay(choice, unit, residual
             cache.append(layer, k[:, :, t : t + 1], v[:, :, t : t + 1])
         if paged:
             ids = cache._tables.ids(0)
-            now = [cache._layers[0].k.fields["codes"][:, i].clone() for i in ids[: t + 1 - residual >> 5 if t + 1 > residual else 0]]
+            full = max(0, t + 1 - residual) // 32
+            now = [cache._layers[0].k.fields["codes"][:, i].clone() for i in ids[:full]]
             if codes:
                 assert all(torch.equal(a, b) for a, b in zip(codes, now))
             codes = now
@@ -240,8 +241,9 @@ def test_crop_in_the_tail_and_on_a_group_but_not_inside_one(paged):
         assert cache.row_lengths() == [keep]
         for a, b in zip(cache.read(0), old):
             assert torch.equal(a, b[:, :, :keep])
-        cache.append(0, k[:, :, keep : keep + 20] * 2, v[:, :, keep : keep + 20])
-        want = [torch.cat([x[:, :, :keep], y], 2) for x, y in zip(old, (k[:, :, keep : keep + 20] * 2, v[:, :, keep : keep + 20]))]
+        new = k[:, :, keep : keep + 20] * 2, v[:, :, keep : keep + 20]
+        cache.append(0, *new)
+        want = [torch.cat([x[:, :, :keep], y], 2) for x, y in zip(old, new)]
         got = cache.attend(0, q[:, :, :20])
         torch.testing.assert_close(got, sdpa(q[:, :, :20], *want, causal=True), rtol=0, atol=1e-6)
     cache = build("kivi4", 0, paged=paged, batch=2)
