@@ -76,7 +76,7 @@ def state(cache):
 
 def assert_same(a, b):
     assert a[1:] == b[1:]
-    assert all(torch.equal(x, y) for x, y in zip(a[0], b[0]))
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a[0], b[0]))  # NaN too
 
 
 # --- memory that nobody wrote -----------------------------------------------------------------------------
@@ -118,7 +118,9 @@ def test_padding_of_the_table_is_never_read_for_a_token(fill):
     cache.append(0, k, v, lengths=[13, 2])
     table = cache.block_table(width=9, fill=fill)
     assert table.dtype == torch.int32 and table.shape == (2, 9)
-    assert table[0, :4].tolist() == cache._tables.ids(0) and (table[0, 4:] == fill).all() and table[1, 1] == fill
+    assert (
+        table[0, :4].tolist() == cache._tables.ids(0) and (table[0, 4:] == fill).all() and table[1, 1] == fill
+    )
     for n in (0, 1, 3, 4, 5, 13):
         got = gather(storage.k[0], table, n)
         assert got.shape == (2, 2, n, 32)
@@ -257,7 +259,7 @@ class Server:
 @pytest.mark.parametrize("n", [1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE - 1, 2 * SIZE, 2 * SIZE + 1, 19])
 @pytest.mark.parametrize("keep", [False, True], ids=["freed", "live"])
 def test_the_same_prompt_twice_gives_the_same_logits(tiny, n, keep):
-    """PG-03. The hit is at most n - 1, so a last token is always run; exactly the same where nothing is cut."""
+    """PG-03. The hit is at most n - 1, so the last token is always run."""
     prompt = [(7 * i + 3) % 300 for i in range(n)]
     server = Server(tiny)
     first, hit = server(prompt, keep=keep)
@@ -320,7 +322,6 @@ def test_greedy_tokens_of_the_real_model(smollm2):
     pool.free(ids[::2] + ids[1::2])
     room = {"max_tokens": 32}
     for cache in (
-        make_cache("paged", model.spec, block_size=16, **room),
         make_cache("paged", model.spec, storage=storage, **room),
         make_cache("quantized", model.spec, codec="int8", residual=32, **room),
     ):

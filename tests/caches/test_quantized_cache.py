@@ -79,7 +79,10 @@ def tensors_of(cache):
 
 def state(cache):
     tables = [list(cache._tables.ids(b)) for b in range(cache.batch)] if hasattr(cache, "_tables") else None
-    counts = [cache.row_lengths(i) for i in range(cache.spec.layers)], [list(x.quantized) for x in cache._layers]
+    counts = (
+        [cache.row_lengths(i) for i in range(cache.spec.layers)],
+        [list(x.quantized) for x in cache._layers],
+    )
     free = cache.manager.num_free if tables else None
     return [t.clone() for t in tensors_of(cache)], counts, tables, cache.nbytes_used, free
 
@@ -352,7 +355,10 @@ def test_a_fork_of_pages_shares_the_full_ones_and_quantizes_none_again(calls):
             c.append(layer, k, v)
         c.manager.pool.check()
     assert sorted(calls["quantize"]) == [(1, 32)] * 8  # one page, for each of two, two layers, k and v
-    assert cache._tables.ids(0)[:2] == twin._tables.ids(0)[:2] and cache._tables.ids(0)[2] != twin._tables.ids(0)[2]
+    assert (
+        cache._tables.ids(0)[:2] == twin._tables.ids(0)[:2]
+        and cache._tables.ids(0)[2] != twin._tables.ids(0)[2]
+    )
     assert torch.equal(shared, pool[0][:, cache._tables.ids(0)[:2]])
     cache.free()
     assert len(twin.read(0)[0][0, 0]) == 100

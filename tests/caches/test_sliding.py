@@ -1,4 +1,4 @@
-"""The ring against every token ever seen under an explicit mask; what it holds, its bytes, how far it goes back."""
+"""The ring against all tokens under an explicit mask; what it holds, its bytes, how far it goes back."""
 
 import dataclasses
 
