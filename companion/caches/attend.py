@@ -25,7 +25,8 @@ def decode_packed(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | Non
     q (B, Hq, 1, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) -> (B, Hq, 1, Dv).
 
     Grouped query heads become the rows of one product per key head. It pays where torch's own kernel reads
-    a key once per query head: 2 to 3 times at group 4 and width 128; about 1.3 times at group 3 and width 64.
+    a key once per query head: 1.8 to 5.6 times from 4,096 keys at groups 4 and 8 and width 128. At group 3
+    and width 64 it wins beyond 8,000 keys only, and may lose a fifth below: 0.6 of SmolLM2's 30 ms a step.
     """
     B, Hq, _, D = q.shape
     Hkv, S = k.shape[1:3]

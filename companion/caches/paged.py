@@ -9,6 +9,7 @@ gather in the order in which attention reads them; `k_cache` and `v_cache` show 
 (num_blocks, block_size, Hkv, D), as a view.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -69,18 +70,21 @@ class PagedStorage:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
 
-def gather(store: Tensor, block_table: Tensor, n: int) -> Tensor:
+def gather(store: Tensor, block_table: Tensor, n: int, out: Tensor | None = None) -> Tensor:
     """The first n tokens of every row: store (Hkv, num_blocks, block_size, D) -> (B, Hkv, n, D).
 
     block_table (B, columns): what a row has beyond its blocks may be anything, and so may what comes back
-    for it.
+    for it. out: flat memory for the result, at least as large; the next call with it overwrites the result.
     """
     heads, num_blocks, size, width = store.shape
     table = block_table[:, : -(-n // size)].long()
     B, columns = table.shape
     table = torch.where((table >= 0) & (table < num_blocks), table, 0)
+    shape = heads, B * columns, size, width
+    if out is not None:
+        out = out[: math.prod(shape)].view(shape)
     # index_select copies whole blocks; indexing with brackets takes twice as long.
-    rows = torch.index_select(store, 1, table.flatten()).view(heads, B, columns * size, width)
+    rows = torch.index_select(store, 1, table.flatten(), out=out).view(heads, B, columns * size, width)
     return rows.transpose(0, 1)[:, :, :n]
 
 
@@ -130,6 +134,7 @@ class PagedCache(Cache):
             else RowTables(manager, sequences, self.device)
         )
         self._rows = [self._tables.lengths() for _ in range(spec.layers)]
+        self._work: tuple[Tensor, Tensor] | None = None
 
     def append(self, layer, k, v, *, lengths=None):
         self._check("k", k, (self.batch, self.spec.kv_heads, -1, self.spec.head_dim))
@@ -152,7 +157,7 @@ class PagedCache(Cache):
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
         self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
-        k, v = self._gathered(layer)
+        k, v = self._gathered(layer, self._workspace())
         return attend(
             q,
             k,
@@ -173,7 +178,15 @@ class PagedCache(Cache):
             raise ValueError(f"rows have lengths {rows}; read needs rows of one length")
         return self._gathered(layer)
 
-    def _gathered(self, layer: int) -> tuple[Tensor, Tensor]:
+    def _workspace(self) -> tuple[Tensor | None, Tensor | None]:
+        """Where a layer's blocks are gathered; kept, because fresh memory costs more than the copy."""
+        if self._work is None and self._tables.run() is None:
+            tokens = self.batch * blocks_needed(self.max_tokens, self.block_size) * self.block_size
+            stores = self.storage.k[0], self.storage.v[0]
+            self._work = tuple(s.new_empty(s.shape[0] * tokens * s.shape[3]) for s in stores)
+        return self._work or (None, None)
+
+    def _gathered(self, layer: int, work=(None, None)) -> tuple[Tensor, Tensor]:
         rows = self._rows[layer]
         n = max(rows)
         stores = self.storage.k[layer], self.storage.v[layer]
@@ -181,7 +194,7 @@ class PagedCache(Cache):
         if first is not None:
             k, v = (s[:, first:].flatten(1, 2)[None, :, :n] for s in stores)  # views
             return k, v
-        k, v = (gather(s, self._tables.tensor(), n) for s in stores)
+        k, v = (gather(s, self._tables.tensor(), n, out) for s, out in zip(stores, work))
         if len(set(rows)) > 1:  # slots behind a shorter row hold whatever their block held before
             stop = torch.tensor(rows, device=self.device)[:, None]
             unused = (torch.arange(n, device=self.device) >= stop)[:, None, :, None]
@@ -217,7 +230,7 @@ class PagedCache(Cache):
 
     @property
     def nbytes(self):
-        """Bytes of the storage, which other caches may share."""
+        """Bytes of the storage, which other caches may share; without the room that gathers a layer."""
         return self.storage.nbytes
 
     @property
