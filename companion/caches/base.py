@@ -43,8 +43,11 @@ class Cache(ABC):
     Rows may have different lengths: the tokens of a step are right-padded to (B, S), and `lengths` says how
     many of the S are real in each row. Padding is never stored.
 
-    Attributes: `spec`, `batch`, `max_tokens`, `dtype`, `device`.
+    Attributes: `spec`, `batch`, `max_tokens`, `dtype`, `device`; `step`, the most tokens that one `append`
+    may bring, or None.
     """
+
+    step: int | None = None
 
     def __init__(
         self,

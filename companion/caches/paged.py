@@ -106,13 +106,14 @@ class PagedCache(Cache):
         max_tokens,
         dtype=torch.float32,
         device="cpu",
-        block_size=16,
+        block_size=None,
         num_blocks=None,
         storage: PagedStorage | None = None,
         sequences: Sequence[Entry] | None = None,
     ):
         super().__init__(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
         if storage is None:
+            block_size = 16 if block_size is None else block_size
             need = batch * blocks_needed(max_tokens, block_size)
             storage = PagedStorage(
                 spec,
@@ -124,6 +125,8 @@ class PagedCache(Cache):
         elif storage.spec != spec or storage.dtype != dtype:
             have, need = (f"{s.name} in {d}" for s, d in ((storage.spec, storage.dtype), (spec, dtype)))
             raise ValueError(f"storage holds {have}; need {need}")
+        elif block_size not in (None, storage.block_size):
+            raise ValueError(f"block_size={block_size}; the storage has blocks of {storage.block_size}")
         if sequences is not None and len(sequences) != batch:
             raise ValueError(f"sequences has {len(sequences)} entries; need batch={batch}")
         self.storage, self.block_size = storage, storage.block_size
@@ -183,7 +186,8 @@ class PagedCache(Cache):
         if self._work is None and self._tables.run() is None:
             tokens = self.batch * blocks_needed(self.max_tokens, self.block_size) * self.block_size
             stores = self.storage.k[0], self.storage.v[0]
-            self._work = tuple(s.new_empty(s.shape[0] * tokens * s.shape[3]) for s in stores)
+            with torch.inference_mode(False):  # or it could not be written outside that mode
+                self._work = tuple(s.new_empty(s.shape[0] * tokens * s.shape[3]) for s in stores)
         return self._work or (None, None)
 
     def _gathered(self, layer: int, work=(None, None)) -> tuple[Tensor, Tensor]:

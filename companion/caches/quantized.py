@@ -31,6 +31,7 @@ PRESETS = {  # keys per channel, values per token, as in KIVI
 class QuantizedCache(Cache):
     """codec: a name, a `Codec`, a pair (keys, values), "kivi4", "kivi2", or a list with one per layer.
 
+    The last step's keys and values are kept until the next `append`, not counted in `nbytes`.
     residual: tokens that stay in full precision at the end of each row, at least. A `crop` that reaches into
     the quantized part must end on a whole group; with groups along channels any token is one.
     """

@@ -55,7 +55,8 @@ def generate(
         None, which runs the whole sequence again for every token.
     sampler: logits (B, V) -> ids (B,); `greedy`, or a `Sampler`.
     stop_ids: ids that end a row; None means the model's own (`model.stop_ids`), () none.
-    prefill_chunk: read the prompt this many tokens at a time; None reads it in one pass.
+    prefill_chunk: read the prompt this many tokens at a time; None reads it in one pass, or in steps of
+        `cache.step` where a cache takes no more at once.
     tokenizer: needed for `text`, for `stop` (strings that end a row) and for `on_text(row, piece)`, which is
         called with text as soon as it is certain.
 
@@ -112,7 +113,7 @@ def _with_cache(
 
 def _prefill(model: Decoder, prompts: list[list[int]], cache: Cache, chunk: int | None) -> Tensor:
     longest = max(map(len, prompts))
-    chunk = chunk or longest
+    chunk = chunk or cache.step or longest
     last: list[Tensor | None] = [None] * len(prompts)
     for start in range(0, longest, chunk):
         ids, lengths = _padded([p[start : start + chunk] for p in prompts], model.device)
