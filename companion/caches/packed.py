@@ -23,8 +23,9 @@ class TailedLayer:
     """
 
     def __init__(self, codecs, residual, batch, spec, max_tokens, dtype, device, *, unit=1, make=None):
-        whole = max_tokens  # a codec without a group along the tokens takes all of them as one
-        self.unit = math.lcm(unit, *(c.group or whole for c in codecs if c.group_dim == -2))
+        # Along the tokens no group means all of them as one; but fp8 without a group has no scale at all.
+        along = [c for c in codecs if c.group_dim == -2 and (c.group or not c.name.startswith("fp8"))]
+        self.unit = math.lcm(unit, *(c.group or max_tokens for c in along))
         self.residual = residual
         capacity = max(0, max_tokens - residual) // self.unit * self.unit
         room = min(max_tokens, residual + self.unit - 1)

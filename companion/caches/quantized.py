@@ -31,7 +31,8 @@ PRESETS = {  # keys per channel, values per token, as in KIVI
 class QuantizedCache(Cache):
     """codec: a name, a `Codec`, a pair (keys, values), "kivi4", "kivi2", or a list with one per layer.
 
-    The last step's keys and values are kept until the next `append`, not counted in `nbytes`.
+    The step's own keys and values are at hand in full precision until another layer is written to; after
+    that, a second `attend` to this layer reads what is stored.
     residual: tokens that stay in full precision at the end of each row, at least. A `crop` that reaches into
     the quantized part must end on a whole group; with groups along channels any token is one.
     """
@@ -71,6 +72,8 @@ class QuantizedCache(Cache):
                     raise ValueError(f"{name} holds NaN, infinity or a number beyond 8.5e37; it has no scale")
         self._reserve([b + n for b, n in zip(before, new)])
         self._layers[layer].write(k, v, before, new)
+        # Of one layer at a time: a prompt's keys in full precision would be most of what this cache saves.
+        self._step = [None] * self.spec.layers
         self._step[layer] = (k, v, list(before))
         self._commit(layer, before, new)
 

@@ -1,6 +1,7 @@
 """What a cache asks of the loop around it: prompts in steps it can take, and memory that outlives a mode."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from companion.caches import PagedStorage, make_cache
 from companion.cost import ModelSpec
 from companion.generate import generate
 from companion.model import Decoder
+from companion.quantize import codec
 
 SHAPE = {"layers": 2, "d_model": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 24, "vocab": 32}
 SPEC = ModelSpec(name="tiny", architecture="mistral", window=5, max_context=128, **SHAPE)
@@ -56,3 +58,24 @@ def test_a_block_size_that_the_storage_does_not_have():
     with pytest.raises(ValueError, match="block_size=16"):
         make_cache("paged", spec, max_tokens=16, storage=storage, block_size=16)
     assert make_cache("paged", spec, max_tokens=16, storage=storage).block_size == 4
+
+
+def test_fp8_without_a_scale_has_no_groups_along_the_tokens():
+    spec = dataclasses.replace(SPEC, window=None, layer_types=())
+    cache = make_cache("quantized", spec, max_tokens=40, codec=codec("fp8_e4m3", group_dim=-2))
+    k = torch.randn(1, 2, 7, 8)
+    cache.append(0, k, k)
+    assert torch.equal(cache.read(0)[0], k.to(torch.float8_e4m3fn).float())  # each token at once
+
+
+def test_the_prompt_is_not_kept_in_full_precision():
+    spec = dataclasses.replace(SPEC, window=None, layer_types=(), layers=8)
+    cache = make_cache("quantized", spec, max_tokens=40, codec="int8")
+    kept = []
+    for layer in range(8):
+        k = torch.randn(1, 2, 7, 8)
+        kept.append(weakref.ref(k))
+        cache.append(layer, k, k)
+        cache.attend(layer, torch.randn(1, 4, 7, 8))
+        del k
+    assert [r() is not None for r in kept] == [False] * 7 + [True]
