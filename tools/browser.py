@@ -128,6 +128,7 @@ class _Page:
     def __init__(self, socket, visit: Visit):
         self.socket, self.visit = socket, visit
         self.number, self.loaded, self.open = 0, False, {}  # open: request id -> address
+        self.coming: asyncio.Future | None = None
 
     async def call(self, method: str, **params) -> dict:
         self.number += 1
@@ -140,8 +141,15 @@ class _Page:
                     raise RuntimeError(f"{method}: {message['error']['message']}")
                 return message["result"]
 
-    async def read(self) -> dict:
-        text = await self.socket.read_message()
+    async def read(self, patience: float | None = None) -> dict:
+        """The next message; TimeoutError after `patience` seconds, and then it is still to come."""
+        if self.coming is None:
+            self.coming = asyncio.ensure_future(self.socket.read_message())
+        # Not wait_for: it would cancel the read, and a message that had just arrived would be lost.
+        done, _ = await asyncio.wait({self.coming}, timeout=patience)
+        if not done:
+            raise TimeoutError
+        text, self.coming = self.coming.result(), None
         if text is None:
             raise ConnectionError("Chromium closed the page")
         message = json.loads(text)
@@ -173,8 +181,7 @@ class _Page:
         """Until the page is loaded, no request is open, and nothing happened for a moment."""
         while True:
             try:
-                await asyncio.wait_for(self.call("Runtime.evaluate", expression="1"), still)
-                await asyncio.wait_for(self.read(), still)
+                await self.read(still)
             except TimeoutError:
                 if self.loaded and not self.open:
                     break
