@@ -197,6 +197,14 @@ class Cache(ABC):
             fresh = [S] * self.batch
         return [n - f for n, f in zip(rows, fresh)]
 
+    def _check_kv(self, k: Tensor, v: Tensor | None) -> None:
+        """Keys and values of new tokens, for a cache that stores both."""
+        heads = self.spec.kv_heads
+        self._check("k", k, (self.batch, heads, -1, self.spec.head_dim))
+        if v is None:
+            raise ValueError("v is None; this cache stores values beside its keys")
+        self._check("v", v, (self.batch, heads, k.shape[2], self.spec.v_head_dim))
+
     def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         """x is (B, heads, S, width); `shape` is what it must be, -1 for S."""
         got = tuple(x.shape)

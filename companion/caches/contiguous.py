@@ -17,18 +17,14 @@ class ContiguousCache(Cache):
         super().__init__(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
         if spec.mla is not None:
             raise ValueError(f"{spec.name} caches a latent vector, not keys and values; use kind='latent'")
-        self._kv_shapes = (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.v_head_dim)
-        self._k, self._v = ([self._room(*shape) for _ in range(spec.layers)] for shape in self._kv_shapes)
+        widths = spec.head_dim, spec.v_head_dim
+        self._k, self._v = ([self._room(spec.kv_heads, w) for _ in range(spec.layers)] for w in widths)
 
     def _room(self, heads: int, width: int) -> torch.Tensor:
         return torch.zeros(self.batch, heads, self.max_tokens, width, dtype=self.dtype, device=self.device)
 
     def append(self, layer, k, v, *, lengths=None):
-        (heads, k_width), (_, v_width) = self._kv_shapes
-        self._check("k", k, (self.batch, heads, -1, k_width))
-        if v is None:
-            raise ValueError("v is None; this cache stores values beside its keys")
-        self._check("v", v, (self.batch, heads, k.shape[2], v_width))
+        self._check_kv(k, v)
         before, new = self._plan(layer, k.shape[2], lengths)
         _write(self._k[layer], k, before, new)
         _write(self._v[layer], v, before, new)

@@ -140,10 +140,7 @@ class PagedCache(Cache):
         self._work: tuple[Tensor, Tensor] | None = None
 
     def append(self, layer, k, v, *, lengths=None):
-        self._check("k", k, (self.batch, self.spec.kv_heads, -1, self.spec.head_dim))
-        if v is None:
-            raise ValueError("v is None; this cache stores values beside its keys")
-        self._check("v", v, (self.batch, self.spec.kv_heads, k.shape[2], self.spec.v_head_dim))
+        self._check_kv(k, v)
         before, new = self._plan(layer, k.shape[2], lengths)
         # The first layer of a step reserves slots for all layers, and copies what a fork still shares.
         self.storage.copy(self._tables.reserve([b + n for b, n in zip(before, new)]))

@@ -61,10 +61,7 @@ class QuantizedCache(Cache):
         return {}
 
     def append(self, layer, k, v, *, lengths=None):
-        self._check("k", k, (self.batch, self.spec.kv_heads, -1, self.spec.head_dim))
-        if v is None:
-            raise ValueError("v is None; this cache stores values beside its keys")
-        self._check("v", v, (self.batch, self.spec.kv_heads, k.shape[2], self.spec.v_head_dim))
+        self._check_kv(k, v)
         before, new = self._plan(layer, k.shape[2], lengths)
         for b, n in zip(range(self.batch), new):
             for name, x in (("k", k[b, :, :n]), ("v", v[b, :, :n])):

@@ -43,11 +43,7 @@ class SlidingCache(Cache):
 
     def append(self, layer, k, v, *, lengths=None):
         self._layer(layer)
-        heads = self.spec.kv_heads
-        self._check("k", k, (self.batch, heads, -1, self.spec.head_dim))
-        if v is None:
-            raise ValueError("v is None; this cache stores values beside its keys")
-        self._check("v", v, (self.batch, heads, k.shape[2], self.spec.v_head_dim))
+        self._check_kv(k, v)
         if k.shape[2] > self.step:
             raise ValueError(
                 f"k brings {k.shape[2]} tokens; this cache takes step={self.step} at most at once"
