@@ -8,13 +8,11 @@ cache constant per token; 16,384 tokens in int4 with group 32 at most 1.1 times 
 grows, and at most 0.2 times float32.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -22,8 +20,7 @@ from companion.caches import make_cache
 from companion.cost import models
 from companion.model import load
 
-from .decode_cpu import spread
-from .machine import describe
+from .machine import arguments, describe, spread
 
 KINDS = {
     "contiguous": {},
@@ -86,7 +83,7 @@ def step(model, ids, cache) -> float:
     return time.perf_counter() - start
 
 
-def append(rounds: int) -> list[dict]:
+def append() -> list[dict]:
     """Microseconds to append one token to one layer, as the context grows."""
     spec, rows = models["smollm2-135m"], []
     for name in ("contiguous", "quantized int8", "quantized kivi4"):
@@ -140,18 +137,12 @@ def memory() -> dict:
 
 
 def main() -> None:
-    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parse.add_argument("--threads", type=int, default=None)
-    parse.add_argument("--rounds", type=int, default=7)
-    parse.add_argument("--out", type=Path, default=None)
-    args = parse.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args = arguments(__doc__)
     with torch.inference_mode():
         result = {
             "machine": describe(),
             "memory": memory(),
-            "append": append(args.rounds),
+            "append": append(),
             "decode": decode(args.rounds),
         }
     for name, m in result["memory"].items():

@@ -8,13 +8,11 @@ decode at least 1.6 times transformers with its DynamicCache; packed attention a
 scaled_dot_product_attention(enable_gqa=True) at 4096 keys and more. Numbers are in LEDGER.md.
 """
 
-import argparse
 import copy
 import json
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,7 @@ from companion.caches.attend import decode_packed
 from companion.cost import kv_bytes
 from companion.model import load
 
-from .machine import describe, read_bandwidth, timed
+from .machine import arguments, describe, read_bandwidth, spread, timed
 from .twin import transformers_twin
 
 PROMPT = 512  # tokens
@@ -153,18 +151,8 @@ def over(attend, q, layers):
         attend(q, k, v)
 
 
-def spread(ratios: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
-
-
 def main() -> None:
-    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parse.add_argument("--threads", type=int, default=None)
-    parse.add_argument("--rounds", type=int, default=7)
-    parse.add_argument("--out", type=Path, default=None)
-    args = parse.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args = arguments(__doc__)
     with torch.inference_mode():
         result = {"machine": describe(), "decode": decode(args.rounds), "attention": attention(args.rounds)}
     d = result["decode"]

@@ -1,10 +1,12 @@
 """What a number was taken on: the machine, the versions, the load, and its read bandwidth."""
 
+import argparse
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -34,6 +36,23 @@ def read_bandwidth(nbytes: int = 256 * 2**20, repeats: int = 8) -> dict[str, flo
     x = torch.ones(nbytes // 4)
     seconds = timed(x.sum, repeats)
     return {"best": nbytes / min(seconds), "median": nbytes / statistics.median(seconds)}
+
+
+def arguments(doc: str) -> argparse.Namespace:
+    """--threads (applied), --rounds, --out: what the benchmarks of this folder share."""
+    parse = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("--threads", type=int, default=None)
+    parse.add_argument("--rounds", type=int, default=7)
+    parse.add_argument("--out", type=Path, default=None)
+    args = parse.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return args
+
+
+def spread(ratios: list[float]) -> dict[str, float]:
+    """The median round, and the extremes."""
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
 def timed(run: Callable[[], object], repeats: int) -> list[float]:

@@ -37,6 +37,12 @@ def row_counts(lengths: Any, batch: int, S: int) -> list[int]:
     return counts
 
 
+def refuse_latent(spec: ModelSpec) -> None:
+    """Raise a ValueError for a model that caches no keys and values."""
+    if spec.mla is not None:
+        raise ValueError(f"{spec.name} caches a latent vector, not keys and values; use kind='latent'")
+
+
 class Cache(ABC):
     """Keys and values of `batch` sequences, a store per layer; positions count from 0 in every row.
 
@@ -135,7 +141,7 @@ class Cache(ABC):
 
         Raises ValueError, changing nothing, for a negative n or a wrong number of them.
         """
-        keep = whole_numbers([n] * self.batch if isinstance(n, int) else n)
+        keep = self._per_row(n)
         if len(keep) != self.batch or min(keep) < 0:
             raise ValueError(f"n={n!r}; need a count of tokens, 0 or more, or {self.batch} of them")
         self._check_crop(keep)
@@ -196,6 +202,17 @@ class Cache(ABC):
         if fresh is None or max(fresh) > S:
             fresh = [S] * self.batch
         return [n - f for n, f in zip(rows, fresh)]
+
+    def _per_row(self, n: int | Sequence[int]) -> list[int]:
+        """One count for all rows, or one for each, as a list."""
+        return whole_numbers([n] * self.batch if isinstance(n, int) else n)
+
+    def _one_length(self, layer: int) -> int:
+        """Tokens in every row, for `read`, which returns rows of one length."""
+        rows = self._rows[self._layer(layer)]
+        if len(set(rows)) > 1:
+            raise ValueError(f"rows have lengths {rows}; read needs rows of one length")
+        return rows[0]
 
     def _check_kv(self, k: Tensor, v: Tensor | None) -> None:
         """Keys and values of new tokens, for a cache that stores both."""

@@ -7,7 +7,7 @@ reads them. Sliding layers are stored whole too; their window is applied when at
 import torch
 
 from .attend import attend
-from .base import Cache
+from .base import Cache, refuse_latent
 
 
 class ContiguousCache(Cache):
@@ -15,8 +15,7 @@ class ContiguousCache(Cache):
 
     def __init__(self, spec, *, batch=1, max_tokens, dtype=torch.float32, device="cpu"):
         super().__init__(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
-        if spec.mla is not None:
-            raise ValueError(f"{spec.name} caches a latent vector, not keys and values; use kind='latent'")
+        refuse_latent(spec)
         widths = spec.head_dim, spec.v_head_dim
         self._k, self._v = ([self._room(spec.kv_heads, w) for _ in range(spec.layers)] for w in widths)
 
@@ -49,10 +48,8 @@ class ContiguousCache(Cache):
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All stored keys and values in order, (B, Hkv, n, D) each; for rows of one length."""
-        rows = self._rows[self._layer(layer)]
-        if len(set(rows)) > 1:
-            raise ValueError(f"rows have lengths {rows}; read needs rows of one length")
-        return self._k[layer][:, :, : rows[0]], self._v[layer][:, :, : rows[0]]
+        n = self._one_length(layer)
+        return self._k[layer][:, :, :n], self._v[layer][:, :, :n]
 
     @property
     def nbytes(self):

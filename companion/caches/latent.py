@@ -58,6 +58,3 @@ class LatentCache(ContiguousCache):
     def nbytes_used(self):
         per_token = self._k[0].nbytes // (self.batch * self.max_tokens)
         return per_token * sum(map(sum, self._rows))
-
-    def _drop(self, layer, row, start, stop):
-        self._k[layer][row, :, start:stop] = 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..cost import ModelSpec
 from ..paging import BlockManager, blocks_needed
 from .attend import attend
-from .base import Cache, whole_numbers
+from .base import Cache, refuse_latent
 from .tables import Entry, RowTables
 
 
@@ -37,8 +37,7 @@ class PagedStorage:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        if spec.mla is not None:
-            raise ValueError(f"{spec.name} caches a latent vector, not keys and values; use kind='latent'")
+        refuse_latent(spec)
         self.manager = BlockManager(num_blocks, block_size)
         self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
         self.dtype, self.device = dtype, torch.device(device)
@@ -173,9 +172,7 @@ class PagedCache(Cache):
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """All stored keys and values in order, (B, Hkv, n, D) each; for rows of one length."""
-        rows = self._rows[self._layer(layer)]
-        if len(set(rows)) > 1:
-            raise ValueError(f"rows have lengths {rows}; read needs rows of one length")
+        self._one_length(layer)
         return self._gathered(layer)
 
     def _workspace(self) -> tuple[Tensor | None, Tensor | None]:
@@ -208,7 +205,7 @@ class PagedCache(Cache):
 
     def crop(self, n):
         super().crop(n)
-        self._tables.crop([n] * self.batch if isinstance(n, int) else whole_numbers(n))
+        self._tables.crop(self._per_row(n))
 
     def fork(self) -> "PagedCache":
         """A second cache over the same blocks; whoever writes into a shared block first gets a copy of it."""

@@ -8,7 +8,6 @@ import copy
 from functools import partial
 
 from ..paging import BlockManager, blocks_needed
-from .base import whole_numbers
 from .packed import PagedPacked
 from .quantized import QuantizedCache
 from .tables import RowTables
@@ -53,7 +52,7 @@ class PagedQuantizedCache(QuantizedCache):
                 f"block_size={block_size}; this codec groups {unit} tokens, need a multiple of that"
             )
 
-    def _packing(self, layer):
+    def _packing(self):
         blocks = partial(_blocks, self)
         make = partial(PagedPacked, num_blocks=self.manager.pool.num_blocks, blocks=blocks)
         return {"unit": self.block_size, "make": make}
@@ -68,7 +67,7 @@ class PagedQuantizedCache(QuantizedCache):
 
     def crop(self, n):
         super().crop(n)
-        self._tables.crop([n] * self.batch if isinstance(n, int) else whole_numbers(n))
+        self._tables.crop(self._per_row(n))
 
     def fork(self):
         """A second cache over the same full blocks, with a tail of its own."""

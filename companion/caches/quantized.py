@@ -16,7 +16,7 @@ from torch import Tensor
 from ..attention import merge_partials, sdpa
 from ..quantize import Codec, codec
 from ..quantize.codec import LIMIT
-from .base import Cache
+from .base import Cache, refuse_latent
 from .packed import TailedLayer
 
 TILE = 1024  # quantized tokens that are dequantized at a time
@@ -41,8 +41,7 @@ class QuantizedCache(Cache):
         self, spec, *, batch=1, max_tokens, dtype=torch.float32, device="cpu", codec="int8", residual=0
     ):
         super().__init__(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
-        if spec.mla is not None:
-            raise ValueError(f"{spec.name} caches a latent vector, not keys and values; use kind='latent'")
+        refuse_latent(spec)
         if isinstance(residual, bool) or not isinstance(residual, int) or residual < 0:
             raise ValueError(f"residual={residual!r}; need an integer of at least 0")
         chosen = codec if isinstance(codec, list) else [codec] * spec.layers
@@ -51,13 +50,13 @@ class QuantizedCache(Cache):
         self.codecs = [_pair(c) for c in chosen]
         self.residual = residual
         self._layers = [
-            TailedLayer(pair, residual, batch, spec, max_tokens, dtype, self.device, **self._packing(i))
-            for i, pair in enumerate(self.codecs)
+            TailedLayer(pair, residual, batch, spec, max_tokens, dtype, self.device, **self._packing())
+            for pair in self.codecs
         ]
         self._step: list[tuple[Tensor, Tensor, list[int]] | None] = [None] * spec.layers
 
-    def _packing(self, layer: int) -> dict:
-        """Where this layer's quantized tokens lie: options of `TailedLayer`."""
+    def _packing(self) -> dict:
+        """Where a layer's quantized tokens lie: options of `TailedLayer`."""
         return {}
 
     def append(self, layer, k, v, *, lengths=None):
@@ -106,10 +105,8 @@ class QuantizedCache(Cache):
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """All stored keys and values, dequantized: (B, Hkv, n, D) each; for rows of one length."""
-        rows, store = self._rows[self._layer(layer)], self._layers[layer]
-        if len(set(rows)) > 1:
-            raise ValueError(f"rows have lengths {rows}; read needs rows of one length")
-        n, done = rows[0], store.quantized  # rows of one length may differ in what is quantized, after a crop
+        n, store = self._one_length(layer), self._layers[layer]
+        done = store.quantized  # rows of one length may differ in what is quantized, after a crop
         packed = [x.to(self.dtype) for x in store.tile(0, max(done))]
         k, v = (
             torch.stack([torch.cat([x[b, :, :q], tail[b, :, : n - q]], dim=1) for b, q in enumerate(done)])

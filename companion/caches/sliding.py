@@ -9,7 +9,7 @@ Layers of type "full" are stored whole. The first `sink_tokens` tokens can be ke
 import torch
 
 from .attend import attend, attend_seen
-from .base import Cache
+from .base import Cache, refuse_latent
 from .contiguous import _write
 
 
@@ -26,8 +26,7 @@ class SlidingCache(Cache):
         super().__init__(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
         if spec.window is None or not spec.sliding_layers:
             raise ValueError(f"{spec.name} has no sliding layers; use kind='contiguous'")
-        if spec.mla is not None:
-            raise ValueError(f"{spec.name} caches a latent vector, not keys and values; use kind='latent'")
+        refuse_latent(spec)
         step = min(spec.window, max_tokens) if step is None else step
         for name, value, least in (("step", step, 1), ("sink_tokens", sink_tokens, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
