@@ -133,6 +133,16 @@ class Rope:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         return self.apply(x, *self.cos_sin(positions, dtype=dtype))
 
+    def turn(self, x: Float[Tensor, "*batch S D"], by: Int[Tensor, "*rows S"]) -> Float[Tensor, "*batch S D"]:
+        """Turn what is rotated already by so many more positions; negative numbers turn it back.
+
+        x (..., S, D), by (S,) or (B, S): x at position p becomes x at p + by. YaRN's factor, which x carries
+        since its first rotation, is not applied again.
+        """
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        cos, sin = self.cos_sin(by, dtype=dtype)
+        return self.apply(x, cos / self.attention_factor, sin / self.attention_factor)
+
     def _inv_freq(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         key = (device, dtype)
         if key not in self._placed:  # copied to a device once, not once per step

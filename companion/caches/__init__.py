@@ -13,22 +13,28 @@ from ..cost import ModelSpec
 from .adapter import as_transformers
 from .base import Cache
 from .contiguous import ContiguousCache
+from .evicting import EvictingCache
 from .latent import LatentCache
+from .linear import LinearCache
 from .paged import PagedCache, PagedStorage
 from .paged_quantized import PagedQuantizedCache
 from .quantized import QuantizedCache
 from .sliding import SlidingCache
+from .streaming import StreamingCache
 
 __all__ = [
     "KINDS",
     "Cache",
     "ContiguousCache",
+    "EvictingCache",
     "LatentCache",
+    "LinearCache",
     "PagedCache",
     "PagedQuantizedCache",
     "PagedStorage",
     "QuantizedCache",
     "SlidingCache",
+    "StreamingCache",
     "as_transformers",
     "make_cache",
 ]
@@ -39,12 +45,18 @@ KINDS: dict[str, type[Cache]] = {
     "quantized": QuantizedCache,
     "paged": PagedCache,
     "latent": LatentCache,
+    "streaming": StreamingCache,
+    "evicting": EvictingCache,
+    "linear": LinearCache,
 }
 OPTIONS = {  # what a kind takes beside the arguments that all share
     "sliding": ("step", "sink_tokens"),
     "quantized": ("codec", "residual"),
     "paged": ("block_size", "num_blocks", "storage", "sequences"),
     "paged, with a codec": ("block_size", "num_blocks", "codec", "residual"),
+    "streaming": ("window", "sink_tokens", "positions", "step", "rope"),
+    "evicting": ("budget", "recent", "step"),
+    "linear": ("rule",),
 }
 
 
@@ -67,7 +79,11 @@ def make_cache(
         "paged"       blocks out of a pool: block_size, num_blocks, storage, sequences; or, with a codec,
                       blocks that are quantized when full: block_size, num_blocks, codec, residual
         "latent"      the 512 + 64 numbers of multi-head latent attention
-    Memory is allocated here, all of it, and never grows.
+        "streaming"   the first tokens and a window, for layers without one: window, sink_tokens, positions,
+                      step, rope
+        "evicting"    a budget of tokens per key head, the newest and the heaviest: budget, recent, step
+        "linear"      the state of linear attention, which is another function than softmax's: rule
+    Memory is allocated here, all of it, and never grows. In the last three max_tokens limits the text alone.
 
     Raises ValueError for an unknown kind or option, a size below 1, or a kind that does not fit the model.
     """

@@ -50,10 +50,11 @@ class Cache(ABC):
     many of the S are real in each row. Padding is never stored.
 
     Attributes: `spec`, `batch`, `max_tokens`, `dtype`, `device`; `step`, the most tokens that one `append`
-    may bring, or None.
+    may bring, or None; `reach`, the most positions that a query ever spans, or None for those of the text.
     """
 
     step: int | None = None
+    reach: int | None = None
 
     def __init__(
         self,

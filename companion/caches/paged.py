@@ -36,9 +36,10 @@ class PagedStorage:
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        prefix: bool = True,
     ):
         refuse_latent(spec)
-        self.manager = BlockManager(num_blocks, block_size)
+        self.manager = BlockManager(num_blocks, block_size, prefix=prefix)
         self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
         self.dtype, self.device = dtype, torch.device(device)
         shape, to = (spec.kv_heads, num_blocks, block_size), {"dtype": dtype, "device": device}

@@ -55,6 +55,11 @@ class QuantizedCache(Cache):
         ]
         self._step: list[tuple[Tensor, Tensor, list[int]] | None] = [None] * spec.layers
 
+    @property
+    def unit(self) -> int:
+        """Tokens that are quantized together, and that a crop of the quantized part takes together."""
+        return max(layer.unit for layer in self._layers)
+
     def _packing(self) -> dict:
         """Where a layer's quantized tokens lie: options of `TailedLayer`."""
         return {}

@@ -35,13 +35,22 @@ from .memory import (
     kv_bytes_per_token,
     kv_fixed_bytes,
     kv_growth_per_token,
+    linear_state_bytes,
     weight_bytes,
     weight_bytes_read,
 )
 from .page import live
 from .registry import UnknownName, hardware, models
+from .routing import RoutingSpec
 from .sizing import Sizing, size
 from .spec import MLASpec, ModelSpec, MoESpec
+from .speculative import (
+    best_draft_length,
+    expected_tokens,
+    predicted_pass_cost,
+    speculative_speedup,
+    verify_pass,
+)
 from .stacked import Bar, Crossings, budget, crossings
 from .step import StepCost, cache_equals_weights, decode_step, prefill, share_of_cache
 
@@ -54,6 +63,7 @@ __all__ = [
     "MoESpec",
     "ModelSpec",
     "ParameterCount",
+    "RoutingSpec",
     "Sizing",
     "StepCost",
     "UnknownName",
@@ -61,6 +71,7 @@ __all__ = [
     "attention_crossover",
     "attention_flops_per_key",
     "attention_intensity",
+    "best_draft_length",
     "bits_per_value",
     "budget",
     "cache_equals_weights",
@@ -70,6 +81,7 @@ __all__ = [
     "decode_attention_flops",
     "decode_flops",
     "decode_step",
+    "expected_tokens",
     "experts_touched",
     "hardware",
     "intensity",
@@ -77,16 +89,20 @@ __all__ = [
     "kv_bytes_per_token",
     "kv_fixed_bytes",
     "kv_growth_per_token",
+    "linear_state_bytes",
     "live",
     "matmul_parameters",
     "models",
     "parameter_count",
     "parameters",
+    "predicted_pass_cost",
     "prefill",
     "prefill_attention_flops",
     "prefill_flops",
     "share_of_cache",
     "size",
+    "speculative_speedup",
+    "verify_pass",
     "weight_bytes",
     "weight_bytes_read",
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .families import DEFAULTS, FIXED, MOE_FIXED, SAME_AS, WINDOW_EVERYWHERE
+from .routing import routing_of
 from .spec import MLASpec, ModelSpec, MoESpec, whole
 
 _NESTED = ("text_config", "language_config", "llm_config")
@@ -223,6 +224,7 @@ def _moe(read: _Reader, kind: str, ffn: int, layers: int) -> MoESpec | None:
         first_dense=min(read.integer("first_k_dense_replace", 0, zero=True), layers),
         dense_layers=tuple(sorted(i for i in dense if i < layers)),
         **MOE_FIXED.get(kind, {}),
+        **routing_of(read, kind, experts, top_k),
     )
 
 

@@ -38,6 +38,7 @@ DEFAULTS: dict[str, dict] = {
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3_text": _GEMMA3_TEXT,
+    "glm4_moe": {"partial_rotary_factor": 0.5},
     "gpt2": {
         "tie_word_embeddings": True,
         "hidden_activation": "gelu_new",
@@ -51,7 +52,7 @@ DEFAULTS: dict[str, dict] = {
     "qwen2": {**_QWEN_WINDOWS, "attention_bias": True},
     "qwen2_moe": {**_QWEN_WINDOWS, "qkv_bias": True},
     "qwen3": {**_QWEN_WINDOWS, "head_dim": 128},
-    "qwen3_moe": _QWEN_WINDOWS,
+    "qwen3_moe": {"use_sliding_window": False, "sliding_window": 4096},
     "smollm3": {"tie_word_embeddings": True, "use_sliding_window": False},
     "starcoder2": {"tie_word_embeddings": True, "use_bias": True, "hidden_activation": "gelu_pytorch_tanh"},
 }
@@ -80,7 +81,7 @@ FIXED: dict[str, dict] = {
 }
 
 # Families in which a window without a pattern holds in every layer.
-WINDOW_EVERYWHERE = ("mistral", "ministral", "mixtral", "phi3", "starcoder2")
+WINDOW_EVERYWHERE = ("mistral", "ministral", "mixtral", "phi3", "qwen3_moe", "starcoder2")
 
 # Extra vectors beside the experts, by family.
 MOE_FIXED: dict[str, dict] = {

@@ -57,6 +57,19 @@ def kv_fixed_bytes(model: ModelSpec | str, *, dtype="bf16") -> int:
     return bytes_for(model.sliding_layers * (model.window or 0) * model.cached_width, dtype)
 
 
+def linear_state_bytes(
+    model: ModelSpec | str, *, batch: int = 1, dtype="fp32", normaliser: bool = True
+) -> int:
+    """Bytes of the state that linear attention keeps instead of keys and values, for a text of any length.
+
+    A matrix of d_h x d_v numbers per layer and key head, and with the normaliser another d_h.
+    """
+    model = resolve_model(model)
+    batch = whole("linear_state_bytes", "batch", batch)
+    per_head = model.head_dim * (model.v_head_dim + bool(normaliser))
+    return bytes_for(batch * model.layers * model.kv_heads * per_head, dtype)
+
+
 def weight_bytes(model: ModelSpec | str, dtype="bf16", *, experts=None) -> int:
     """Bytes of all weights, every parameter in `dtype`.
 

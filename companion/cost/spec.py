@@ -10,6 +10,8 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .routing import RoutingSpec
+
 LAYER_TYPES = ("full", "sliding")
 QK_NORMS = (None, "head", "full")
 
@@ -68,6 +70,9 @@ class MoESpec:
     *_bias       extra vectors that some families keep: a bias on the router (gpt-oss), on the experts
                  (gpt-oss), a correction added to the scores for selection only (DeepSeek-V3), and
                  a gate on the shared expert (Qwen2-MoE)
+    routing      how experts are chosen; None where the family's rule is not known
+    swiglu_limit, swiglu_alpha  gpt-oss's activation: clamp(gate) sigmoid(alpha clamp(gate)) (1 + clamp(up));
+                 a limit of None is the plain one, the model's `act`
     """
 
     experts: int
@@ -81,6 +86,9 @@ class MoESpec:
     expert_bias: bool = False
     correction_bias: bool = False
     shared_gate: bool = False
+    routing: RoutingSpec | None = None
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
 
     def __post_init__(self):
         for name in ("experts", "top_k", "ffn"):
@@ -89,6 +97,8 @@ class MoESpec:
             whole("MoESpec", name, getattr(self, name), zero=True)
         if self.top_k > self.experts:
             raise ValueError(f"MoESpec: top_k must be at most experts={self.experts}, got {self.top_k}")
+        if self.routing is not None:
+            self.routing.check(self.experts, self.top_k)
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
 
     def is_dense(self, layer: int) -> bool:

@@ -1,7 +1,31 @@
-"""From logits to text: choosing a token, the loop around it, and text that streams whole characters."""
+"""From logits to text: choosing a token, the loop around it, several tokens per pass, text that streams."""
 
+from .drafts import DecoderDraft, Draft, MTPDraft, NgramDraft, Proposal
+from .lengths import Adaptive, measure_pass_cost
 from .loop import Generation, generate
+from .mtp import MTPHead
 from .sampling import Sampler, greedy, probabilities
+from .speculative import Speculation, accept, acceptance, speculate, verify
 from .text import TextStream
 
-__all__ = ["Generation", "Sampler", "TextStream", "generate", "greedy", "probabilities"]
+__all__ = [
+    "Adaptive",
+    "DecoderDraft",
+    "Draft",
+    "Generation",
+    "MTPDraft",
+    "MTPHead",
+    "NgramDraft",
+    "Proposal",
+    "Sampler",
+    "Speculation",
+    "TextStream",
+    "accept",
+    "acceptance",
+    "generate",
+    "greedy",
+    "measure_pass_cost",
+    "probabilities",
+    "speculate",
+    "verify",
+]

@@ -55,14 +55,15 @@ def generate(
         None, which runs the whole sequence again for every token.
     sampler: logits (B, V) -> ids (B,); `greedy`, or a `Sampler`.
     stop_ids: ids that end a row; None means the model's own (`model.stop_ids`), () none.
-    prefill_chunk: read the prompt this many tokens at a time; None reads it in one pass, or in steps of
-        `cache.step` where a cache takes no more at once.
+    prefill_chunk: read the prompt this many tokens at a time; None reads it in one pass. Never more than
+        `cache.step`, where a cache takes no more at once.
     tokenizer: needed for `text`, for `stop` (strings that end a row) and for `on_text(row, piece)`, which is
         called with text as soon as it is certain.
 
     Returns one Generation, or a list of them for a list of prompts. A row gets what it would get alone.
     Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, a prompt that with
-    max_new_tokens exceeds the model's limit or the given cache's room, and options out of range.
+    max_new_tokens exceeds the model's limit or the given cache's room, and options out of range. A cache that
+    bounds its positions (`cache.reach`) has no limit but its room.
     """
     started = time.perf_counter()
     prompts, single = _prompts(model, prompt_ids)
@@ -113,7 +114,7 @@ def _with_cache(
 
 def _prefill(model: Decoder, prompts: list[list[int]], cache: Cache, chunk: int | None) -> Tensor:
     longest = max(map(len, prompts))
-    chunk = chunk or cache.step or longest
+    chunk = min(chunk or longest, cache.step or longest)
     last: list[Tensor | None] = [None] * len(prompts)
     for start in range(0, longest, chunk):
         ids, lengths = _padded([p[start : start + chunk] for p in prompts], model.device)
@@ -210,6 +211,8 @@ def _check(model, prompts, cache, max_new_tokens, prefill_chunk) -> None:
     limit = model.spec.max_context
     for before, prompt in zip(held, prompts):
         total = before + len(prompt) + max_new_tokens
+        if isinstance(cache, Cache) and cache.reach is not None:
+            total = min(total, cache.reach)
         if limit is not None and total > limit:
             raise ValueError(
                 f"prompt of {before + len(prompt)} tokens plus max_new_tokens={max_new_tokens} is {total}; "

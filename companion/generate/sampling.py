@@ -63,6 +63,17 @@ def greedy(logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
     return (logits == best).int().argmax(dim=-1)
 
 
+def draw(weights: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """One id per row, (B,), likely in proportion to the row's weights (>= 0, of any sum above 0).
+
+    uniforms: numbers in [0, 1), one for each row; the inverse of the cumulative sum turns them into ids.
+    """
+    total = weights.double().cumsum(dim=-1)
+    ids = torch.searchsorted(total, uniforms.double()[:, None] * total[:, -1:], right=True)[:, 0]
+    last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)  # lest rounding pass it
+    return torch.minimum(ids, last)
+
+
 class Sampler:
     """Draws one token per row: `Sampler(temperature=0.8, top_p=0.95, seed=0)(logits) -> ids`.
 
@@ -93,13 +104,13 @@ class Sampler:
         return f"Sampler({', '.join(f'{k}={v}' for k, v in self.options.items())}, seed={self.seed})"
 
     def __call__(self, logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
-        p = probabilities(logits, **self.options)
-        # Inverse of the cumulative sum: one uniform number per row, on the CPU, the same on every device.
-        draw = torch.tensor([torch.rand((), generator=g).item() for g in self._rows(len(p))], device=p.device)
-        total = p.double().cumsum(dim=-1)
-        ids = torch.searchsorted(total, draw.double()[:, None] * total[:, -1:], right=True)[:, 0]
-        last = p.shape[-1] - 1 - (p.flip(-1) > 0).int().argmax(dim=-1)  # rounding must not pass the last one
-        return torch.minimum(ids, last)
+        # One uniform number per row, made on the CPU: the same on every device.
+        numbers = [torch.rand((), generator=g).item() for g in self._rows(len(logits))]
+        return draw(probabilities(logits, **self.options), torch.tensor(numbers, device=logits.device))
+
+    def uniform(self) -> float:
+        """The next uniform number in [0, 1) of the first row, from the sequence that its draws use up."""
+        return torch.rand((), generator=self._rows(1)[0]).item()
 
     def _rows(self, n: int) -> list[torch.Generator]:
         if isinstance(self.seed, Sequence) and len(self.seed) != n:

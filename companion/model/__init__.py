@@ -1,7 +1,8 @@
 """A real decoder, small enough to read: blocks, loading from files, and the tokenizer."""
 
 from .decoder import Decoder, from_transformers, right_padded
+from .families import FAMILIES
 from .load import load
 from .tokenizer import Tokenizer
 
-__all__ = ["Decoder", "Tokenizer", "from_transformers", "load", "right_padded"]
+__all__ = ["FAMILIES", "Decoder", "Tokenizer", "from_transformers", "load", "right_padded"]

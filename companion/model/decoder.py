@@ -10,43 +10,40 @@ from torch import Tensor, nn
 from ..caches.base import Cache, row_counts
 from ..cost import ModelSpec
 from ..rope import Rope
-from .blocks import Block, RMSNorm
+from .families import block, family_of
+from .positions import ropes
 from .products import matrix, product
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # what these blocks compute faithfully
+from .tensors import Tensors
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer of the Llama family.
+    """A decoder-only transformer of one of the architectures in `companion.model.FAMILIES`.
 
     spec: its shape. weights: a mapping from Hugging Face's tensor names to tensors, or a function of a name.
-    Weights keep their dtype and device; matrices may be stored transposed (see `companion.model.products`).
+    Weights keep their dtype and device.
 
-    Attributes: `spec`, `blocks`, `rope`, `stop_ids` (tokens that end a reply; set by `load`).
-    Raises ValueError for an architecture outside the family, and for a tensor that is missing or misshapen.
+    Attributes: `spec`, `blocks`, `rope`, `stop_ids` (tokens that end a reply; set by `load`); `local_rope`,
+    the rotation of layers with a window where it is another one (Gemma 3), else None.
+    Raises ValueError for an architecture that is not there, for a configuration that contradicts itself, and
+    for a tensor that is missing or misshapen.
     """
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor] | Callable[[str], Tensor]):
         super().__init__()
-        if spec.architecture not in FAMILIES:
-            raise ValueError(
-                f"architecture={spec.architecture!r} is not supported; accepted: {', '.join(FAMILIES)}"
-            )
-        if spec.rope_theta is None:
-            raise ValueError(f"{spec.name}: rope_theta is missing; a default would give fluent nonsense")
-        if spec.act not in ("silu", "swish"):
-            raise ValueError(f"{spec.name}: activation {spec.act!r} is not supported; accepted: silu")
-        take = _checked(spec, weights if callable(weights) else _taker(weights))
+        family = family_of(spec)
+        take = Tensors(weights, spec.name)
         self.spec, self.stop_ids = spec, ()
-        self.rope = Rope(
-            spec.head_dim, theta=spec.rope_theta, scaling=spec.rope_scaling, partial=spec.partial_rotary
-        )
-        self.embedding = matrix([take("model.embed_tokens.weight")])
+        self.rope, self.local_rope = ropes(spec)
+        self.embedding = matrix([take("model.embed_tokens.weight", spec.vocab, spec.d_model)])
         self.blocks = nn.ModuleList(
-            Block(spec, i, lambda name, i=i: take(f"model.layers.{i}.{name}")) for i in range(spec.layers)
+            block(family, spec, i, take.under(f"model.layers.{i}.")) for i in range(spec.layers)
         )
-        self.norm = RMSNorm(take("model.norm.weight"), spec.norm_eps)
-        self.output = self.embedding if spec.tied else matrix([take("lm_head.weight")])
+        self.norm = family.norm(take("model.norm.weight", spec.d_model), spec.norm_eps)
+        self.output = self.embedding
+        if not spec.tied:
+            self.output = matrix([take("lm_head.weight", spec.vocab, spec.d_model)])
+        self.embedding_scale = spec.d_model**0.5 if family.embedding_scaled else None
+        self.logit_cap = family.logit_cap(spec)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,26 +55,26 @@ class Decoder(nn.Module):
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all parameters as stored, a tied matrix counted once."""
-        return sum(p.nbytes for p in self.parameters())
+        """Bytes of all parameters as stored, a tied matrix counted once, a router's correction too."""
+        return sum(p.nbytes for p in [*self.parameters(), *self.buffers()])
 
     def embed(self, ids: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
-        """Rows of the embedding."""
-        table = self.embedding
-        if table.is_contiguous():
-            return F.embedding(ids, table)
-        # Stored transposed for the output head; its columns are the rows that we want.
-        return table.t().index_select(1, ids.flatten()).t().reshape(*ids.shape, -1)
+        """Rows of the embedding, scaled where the family does (Gemma)."""
+        x = F.embedding(ids, self.embedding)
+        if self.embedding_scale is None:
+            return x
+        return x * torch.tensor(self.embedding_scale).to(x.dtype)  # rounded as the model was trained with
 
     def head(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows V"]:
         """The last norm, then the output matrix: float32 logits (float64 for float64 weights)."""
         logits = product(self.norm(x), self.output)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)
 
-    def angles(self, positions: Int[Tensor, "*rows"]) -> tuple[Tensor, Tensor]:
-        """cos and sin of the rotary positions, once for all layers."""
+    def angles(self, positions: Int[Tensor, "*rows"], rope: Rope | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rotary positions, once for all layers; rope: None for `self.rope`."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return self.rope.cos_sin(positions, dtype=wide)
+        return (rope or self.rope).cos_sin(positions, dtype=wide)
 
     def forward(
         self,
@@ -100,24 +97,41 @@ class Decoder(nn.Module):
             raise ValueError(f"ids has shape {tuple(ids.shape)}; need (B, S) with S of at least 1")
         if logits not in ("all", "last"):
             raise ValueError(f"logits={logits!r}; accepted: 'all', 'last'")
-        B, S = ids.shape
+        rows = self._rows(*ids.shape, lengths)
+        x = self.through(self.embed(ids), cache, lengths=rows)
+        if logits == "last":
+            x = x[:, -1:] if rows is None else _last(x, rows)
+        return self.head(x)
+
+    def through(
+        self,
+        x: Float[Tensor, "B S d"],
+        cache: Cache | None = None,
+        *,
+        lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    ) -> Float[Tensor, "B S d"]:
+        """The residual stream through all blocks, (B, S, d) to (B, S, d): after `embed`, before `head`.
+
+        cache, lengths, errors: as in `forward`, which is `head(through(embed(ids)))`.
+        """
+        B, S, _ = x.shape
         rows = self._rows(B, S, lengths)
         if cache is not None:
             self._check_cache(cache, B)
         starts = [0] * B if cache is None else cache.row_lengths()
-        x = self.embed(ids)
-        cos, sin = self.angles(_positions(starts, S, ids.device))
-        for block in self.blocks:
-            x = block(x, self.rope, cos, sin, cache, rows)
-        if logits == "last":
-            x = x[:, -1:] if rows is None else _last(x, rows)
-        return self.head(x)
+        positions = _positions(starts, S, x.device)
+        full = local = (self.rope, *self.angles(positions))
+        if self.local_rope is not None:
+            local = (self.local_rope, *self.angles(positions, self.local_rope))
+        for layer, kind in zip(self.blocks, self.spec.layer_types):
+            x = layer(x, *(local if kind == "sliding" else full), cache, rows)
+        return x
 
     def _check_cache(self, cache: Cache, B: int) -> None:
         """Here rather than in some later layer, when the first ones have been written."""
         if cache.batch != B:
             raise ValueError(f"cache has batch={cache.batch}, ids has {B} rows")
-        for name in ("layers", "heads", "kv_heads", "head_dim"):
+        for name in ("layers", "heads", "kv_heads", "head_dim", "mla"):
             made_for, own = getattr(cache.spec, name), getattr(self.spec, name)
             if made_for != own:
                 raise ValueError(f"cache was made for {name}={made_for}; this model has {name}={own}")
@@ -153,37 +167,6 @@ def right_padded(
     for row, (tokens, keep) in enumerate(zip(ids, mask)):
         out[row, : lengths[row]] = tokens[keep]
     return out, lengths
-
-
-def _taker(weights: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
-    def take(name: str) -> Tensor:
-        if name not in weights:
-            raise ValueError(f"weights have no tensor {name!r}")
-        return weights[name].detach()
-
-    return take
-
-
-def _checked(spec: ModelSpec, take: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """`take`, refusing a tensor that has not the shape that `spec` gives it."""
-    d, q, kv = spec.d_model, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    rows = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": d}
-    rows |= {"gate_proj": spec.ffn, "up_proj": spec.ffn, "down_proj": d}
-    rows |= {"embed_tokens": spec.vocab, "lm_head": spec.vocab}
-    columns = {"o_proj": q, "down_proj": spec.ffn}
-    vectors = {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
-
-    def checked(name: str) -> Tensor:
-        x, (part, kind) = take(name), name.split(".")[-2:]
-        if part in rows:
-            shape = (rows[part],) if kind == "bias" else (rows[part], columns.get(part, d))
-        else:
-            shape = (vectors.get(part, d),)
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{spec.name}: tensor {name!r} has shape {tuple(x.shape)}; need {shape}")
-        return x
-
-    return checked
 
 
 def _positions(starts: list[int], S: int, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from .tokenizer import Tokenizer
 
 NAMES: dict[str, Callable[[], Path]] = {"smollm2-135m": smollm2}
 
+_GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _GGUF_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -29,6 +30,7 @@ _GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_ROUTER = (".gate.weight", ".router.weight", ".router.bias", ".e_score_correction_bias")
 _GGUF_TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -83,6 +85,11 @@ def _load_gguf(path: Path, dtype, device, name: str) -> tuple[Decoder, Tokenizer
 def gguf_spec(file: GGUF, name: str) -> ModelSpec:
     """The shape of a GGUF model, through the parser of configurations. Raises ValueError for missing keys."""
     meta, arch = file.meta, file.meta.get("general.architecture")
+    if arch not in _GGUF_FAMILIES:  # others store norms, experts or heads in ways of their own
+        raise ValueError(
+            f"{file.path.name}: architecture={arch!r} is not supported in GGUF; accepted: "
+            f"{', '.join(_GGUF_FAMILIES)}, and more from a folder of safetensors"
+        )
 
     def key(k: str):
         if f"{arch}.{k}" not in meta:
@@ -146,42 +153,70 @@ def _gguf_name(hf_name: str) -> str:
 
 def _load_folder(folder: Path, dtype, device) -> tuple[Decoder, Tokenizer]:
     spec = ModelSpec.from_config(folder / "config.json", name=folder.name)
-    tensors = SafeTensors(folder)
-    if spec.tied is False and "lm_head.weight" not in tensors.files:
+    tensors = SafeTensors(folder, dtype=dtype, device=device)
+    if spec.tied is False and "lm_head.weight" not in tensors:
         raise ValueError(f"{folder}: config.json says untied, but there is no tensor 'lm_head.weight'")
-    if spec.tied and "lm_head.weight" in tensors.files:
-        if not torch.equal(tensors.take("lm_head.weight"), tensors.take("model.embed_tokens.weight")):
+    if spec.tied and "lm_head.weight" in tensors:
+        if not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
             raise ValueError(
                 f"{folder}: config.json says tied, but 'lm_head.weight' differs from the embedding"
             )
-    decoder = Decoder(spec, lambda name: tensors.take(name).to(device=device, dtype=dtype)).eval()
+    decoder = Decoder(spec, tensors).eval()
     tokenizer = Tokenizer.from_folder(folder)
     decoder.stop_ids = tokenizer.eos_ids
     return decoder, tokenizer
 
 
-class SafeTensors:
-    """The tensors of a folder, in one file or in shards; each is read when it is asked for."""
+class SafeTensors(Mapping):
+    """The tensors of a folder, in one file or in shards, by name; each is read when it is asked for.
 
-    def __init__(self, folder: Path):
+    dtype, device: what they are turned into; None leaves the dtype as stored. A router's tensors never get
+    less than float32, since a rounded score may choose another expert.
+    """
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"):
+        self.folder, self.dtype, self.device = folder, dtype, device
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
-            self.files = {name: folder / file for name, file in _weight_map(index).items()}
+            files = {name: folder / file for name, file in _weight_map(index).items()}
         elif single.is_file():
-            self.files = dict.fromkeys(_keys(single), single)
+            files = dict.fromkeys(_keys(single), single)
         else:
             raise ValueError(f"{folder}: neither model.safetensors nor model.safetensors.index.json")
-        gone = {f.name for f in self.files.values() if not f.is_file()}
+        gone = {f.name for f in files.values() if not f.is_file()}
         if gone:
             raise ValueError(f"{folder}: the index names {sorted(gone)[0]}, which is not there")
+        self.places = {_language_name(name): (file, name) for name, file in files.items()}
 
-    def take(self, name: str) -> Tensor:
-        if name not in self.files:
-            raise ValueError(f"{next(iter(self.files.values())).parent}: no tensor {name!r}")
-        with _opened(self.files[name]) as f:
-            if name not in f.keys():
-                raise ValueError(f"{self.files[name].name}: no tensor {name!r}, although the index says so")
-            return f.get_tensor(name)
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.places:
+            raise ValueError(f"{self.folder}: no tensor {name!r}")
+        file, stored = self.places[name]
+        with _opened(file) as f:
+            if stored not in f.keys():
+                raise ValueError(f"{file.name}: no tensor {stored!r}, although the index says so")
+            x = f.get_tensor(stored)
+        dtype = x.dtype if self.dtype is None else self.dtype
+        if dtype.itemsize < 4 and name.endswith(_ROUTER):
+            dtype = torch.float32
+        return x.to(device=self.device, dtype=dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places
+
+    def __iter__(self):
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def _language_name(name: str) -> str:
+    """The name without the prefix that files of a model with a vision tower put before the language model."""
+    for prefix, plain in (("model.language_model.", "model."), ("language_model.", "")):
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
 
 
 def _weight_map(index: Path) -> dict[str, str]:

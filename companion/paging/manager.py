@@ -112,8 +112,10 @@ class BlockManager:
         """Tokens of this prompt that `allocate` would find now: a multiple of block_size below its length."""
         return len(self._match(as_tokens("prompt", prompt), extra)) * self.block_size
 
-    def allocate(self, prompt: Iterable[int], extra: Extra = ()) -> PagedSequence:
+    def allocate(self, prompt: Iterable[int], extra: Extra = (), *, spare: int = 0) -> PagedSequence:
         """A sequence of the prompt's tokens: in cached blocks as far as they are found, in new ones beyond.
+
+        spare: blocks that must still be free afterwards, for those who are growing; else PoolFull.
 
         Looking, taking the references and allocating are one step: either all of it happens or nothing. A
         prompt of no token is a sequence without blocks.
@@ -127,8 +129,11 @@ class BlockManager:
         found = self._match(tokens, extra)
         new = total - len(found)
         left = pool.num_free - sum([not pool._refs[i] for i in found])
-        if new > left:
-            raise PoolFull(f"prompt: {new} blocks are needed beyond {len(found)} found, and {left} are free")
+        if new + whole("spare", spare) > left:
+            raise PoolFull(
+                f"prompt: {new} blocks are needed beyond {len(found)} found, {spare} have to stay free, and "
+                f"{left} are free"
+            )
         pool.take(found)  # first, lest they be evicted for the rest
         table = BlockTable(pool, found + pool.allocate(new), len(tokens))
         mine = tokens[:] if tokens is prompt else tokens

@@ -12,6 +12,7 @@ from torch import Tensor
 from .packing import per_byte
 from .rounding import half_ulp
 
+PLAIN = ("fp32", "fp16", "bf16")  # kept as they are, see plain.py
 NAMES = ("int8", "int4", "int2", "fp8_e4m3", "fp8_e5m2", "nvfp4", "mxfp4")
 LIMIT = 2.0**126  # 8.5e37: within it nothing overflows in float32 on the way
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -124,7 +125,7 @@ def _checked(x: Tensor, codec: Codec) -> Tensor:
             f"x has shape {tuple(x.shape)} and dtype {x.dtype}; need (..., S, D), floating point"
         )
     codec.groups(*x.shape[-2:])
-    fill = per_byte(codec.bits)
+    fill = per_byte(min(codec.bits, 8))
     if x.shape[-1] % fill:
         raise ValueError(f"x has {x.shape[-1]} channels; {codec.name} needs a multiple of {fill}")
     y = x.detach().to(torch.float32)
@@ -142,7 +143,7 @@ def codec(
     scale_dtype: torch.dtype = torch.float16,
     tensor_scale: float | None = None,
 ) -> Codec:
-    """A codec by name: int8, int4, int2, fp8_e4m3, fp8_e5m2, nvfp4 or mxfp4.
+    """A codec by name: int8, int4, int2, fp8_e4m3, fp8_e5m2, nvfp4, mxfp4; or fp32, fp16, bf16: a mere cast.
 
     group: numbers that share a scale. None means the whole axis for integers (one scale per token for
         group_dim=-1); no scale at all for fp8; and 16 or 32, which are fixed, for nvfp4 and mxfp4.
@@ -157,6 +158,7 @@ def codec(
     """
     from .floats import Fp4, Fp8
     from .integers import IntCodec
+    from .plain import Plain
 
     if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
         raise ValueError(f"group={group!r}; need an integer of at least 1, or None")
@@ -167,8 +169,12 @@ def codec(
     real = isinstance(tensor_scale, Real) and not isinstance(tensor_scale, bool)
     if tensor_scale is not None and not (real and 2.0**-126 <= tensor_scale <= LIMIT):
         raise ValueError(f"tensor_scale={tensor_scale!r}; need a number from 1.2e-38 to 8.5e37, or None")
-    if name not in NAMES:
-        raise ValueError(f"codec {name!r} is not known; accepted: {', '.join(NAMES)}")
+    if name not in NAMES + PLAIN:
+        raise ValueError(f"codec {name!r} is not known; accepted: {', '.join(NAMES + PLAIN)}")
+    if name in PLAIN:
+        if (group, symmetric, tensor_scale, scale_dtype) != (None, None, None, torch.float16):
+            raise ValueError(f"{name} has no scales; it takes no options")
+        return Plain(name)
     if symmetric is not None and not name.startswith("int"):
         raise ValueError(f"symmetric={symmetric}; only integer codecs have that choice, {name} does not")
     if tensor_scale is not None and name not in ("nvfp4", "fp8_e4m3", "fp8_e5m2"):

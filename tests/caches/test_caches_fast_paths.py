@@ -7,7 +7,7 @@ from test_caches_edges import rand, spec
 
 from companion.attention import sdpa
 from companion.caches import make_cache
-from companion.caches.attend import decode_packed
+from companion.caches.attend import decode_packed, reads_ahead
 from companion.cost import MLASpec, models
 
 # --- the fast paths against kernels and the other form of the mathematics -------------------------
@@ -23,6 +23,22 @@ def test_decode_packed_equals_torch(heads, kv_heads, dtype, atol, scale):
         k, v = room[0][:, :, :n], room[1][:, :, :n]  # the views that a cache hands over
         want = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
         torch.testing.assert_close(decode_packed(q, k, v, softmax_scale=scale), want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, width, n, ahead",
+    [(16, 2, 64, 2048, True), (16, 2, 64, 2047, False), (6, 2, 64, 2048, False), (8, 1, 65, 2048, False)],
+)
+def test_keys_are_read_ahead_for_eight_rows_of_narrow_keys_alone(heads, kv_heads, width, n, ahead):
+    q, room = rand(1, heads, 1, width), rand(1, kv_heads, n + 3, width, seed=1)
+    q, k, v = q.float(), room.float()[:, :, :n], room.float().flip(2)[:, :, :n]
+    for dtype, want in ((torch.float32, ahead), (torch.float64, False)):
+        assert reads_ahead(q.to(dtype).view(kv_heads, -1, width), n) is want
+        got = decode_packed(q.to(dtype), k.to(dtype), v.to(dtype))
+        exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+        torch.testing.assert_close(
+            got.double(), exact, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-13
+        )
 
 
 @pytest.mark.parametrize("chunks", [[7], [1] * 7, [3, 3, 1], [1, 6]])

@@ -9,17 +9,17 @@ from companion.model import Decoder
 V = 23
 
 
-def tiny_decoder(seed=0, dtype=torch.float64, window=None, max_context=40, scale=0.4):
+def tiny_decoder(seed=0, dtype=torch.float64, window=None, max_context=40, scale=0.4, layers=2, vocab=V):
     spec = ModelSpec(
         name="tiny",
         architecture="mistral" if window else "llama",
-        layers=2,
+        layers=layers,
         d_model=16,
         heads=4,
         kv_heads=2,
         head_dim=4,
         ffn=24,
-        vocab=V,
+        vocab=vocab,
         window=window,
         max_context=max_context,
     )
@@ -29,7 +29,7 @@ def tiny_decoder(seed=0, dtype=torch.float64, window=None, max_context=40, scale
         part = name.split(".")[-2]
         if part.endswith("norm"):
             return 1 + 0.2 * torch.randn(16, generator=random, dtype=torch.float64)
-        rows = {"embed_tokens": V, "lm_head": V, "q_proj": 16, "k_proj": 8, "v_proj": 8}
+        rows = {"embed_tokens": vocab, "lm_head": vocab, "q_proj": 16, "k_proj": 8, "v_proj": 8}
         rows |= {"o_proj": 16, "gate_proj": 24, "up_proj": 24, "down_proj": 16}
         columns = 24 if part == "down_proj" else 16
         return scale * torch.randn(rows[part], columns, generator=random, dtype=torch.float64)

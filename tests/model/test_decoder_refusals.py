@@ -71,7 +71,7 @@ def test_a_cache_of_another_dtype_is_refused(decoder):
     "config, message",
     [
         (transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2), "gpt2"),
-        (transformers.MixtralConfig(hidden_size=64, num_hidden_layers=1), "mixtral"),
+        (transformers.Olmo2Config(hidden_size=64, num_hidden_layers=1, pad_token_id=0), "olmo2"),
         (transformers.LlamaConfig(hidden_size=64, num_hidden_layers=1, hidden_act="gelu"), "gelu"),
     ],
 )

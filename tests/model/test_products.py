@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from companion.model.products import FEW, matrix, pieces, product
+from companion.model.products import FEW, SIDES, matrix, pieces, product
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -37,15 +37,32 @@ def test_rows_that_are_no_contiguous_tensor(threads):
         assert (product(x, weight) - exact).norm() <= 1e-6 * exact.norm()
 
 
-def test_matrix_order_and_stacking():
+def test_rows_by_every_way_are_the_same_rows(threads):
+    """On both sides of every limit between the ways, and for weights that lie transposed."""
+    g = torch.Generator().manual_seed(1)
+    for out, width in ((96, 60), (60, 96), (64, 64)):
+        weight = matrix([torch.randn(out, width, generator=g)])
+        x = torch.randn(FEW + 1, width, generator=g)
+        exact = F.linear(x.double(), weight.double())
+        for rows in (1, 2, SIDES, SIDES + 1, FEW, FEW + 1):
+            for w in (weight, weight.t().contiguous().t()):
+                y = product(x[:rows], w)
+                assert y.is_contiguous()
+                assert (y - exact[:rows]).norm() <= 1e-6 * exact[:rows].norm()
+
+
+def test_matrix_stacks_into_its_own_memory():
     parts = [torch.arange(12.0).view(3, 4), torch.arange(12.0, 24.0).view(3, 4)]
-    tall, flat = matrix(parts), matrix([torch.arange(6.0).view(2, 3)])
-    assert torch.equal(tall, torch.cat(parts)) and not tall.is_contiguous()
-    assert flat.is_contiguous()
-    assert matrix([p.double() for p in parts]).is_contiguous()
+    for given in (parts, [p.t().contiguous().t() for p in parts], parts[:1], [parts[0].double()]):
+        weight = matrix(given)
+        assert torch.equal(weight, torch.cat(given)) and weight.is_contiguous()
+        assert not weight.requires_grad
+        before = weight.clone()
+        given[0].add_(1)
+        assert torch.equal(weight, before)
 
 
 def test_pieces_divide(threads):
     for n in (1, 2, 5, 6, 576):
-        assert n % pieces(n) == 0 and 1 <= pieces(n) <= threads
-    assert pieces(576) == threads
+        assert n % pieces(n) == 0 and 1 <= pieces(n) <= max(2, threads)
+    assert pieces(576) == max(2, threads)  # two even on one thread: a batch goes another way

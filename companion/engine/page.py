@@ -1,0 +1,155 @@
+"""The scheduler for a page in a browser: arrivals in, the timeline out, as JSON. Standard library only."""
+
+import json
+from dataclasses import asdict
+
+from ..paging.errors import whole
+from .simulation import Arrival, Seconds, Timeline, roofline, simulate
+
+LIMITS = {"num_blocks": 65536, "requests": 200, "tokens": 65536, "steps": 4000}
+OPTIONS = ("block_size", "max_running", "max_tokens_per_step", "prefix_caching", "max_length")
+ROOFLINE = (
+    "weight_dtype",
+    "kv_dtype",
+    "compute_dtype",
+    "efficiency",
+    "compute_efficiency",
+    "overhead_seconds",
+)
+
+
+def _known(owner: str, given: object, accepted: tuple[str, ...]) -> dict:
+    if not isinstance(given, dict):
+        raise ValueError(f"{owner}: need an object, got {type(given).__name__}")
+    unknown = sorted(set(given) - set(accepted))
+    if unknown:
+        raise ValueError(f"{owner}: {unknown} are no keys of it; accepted: {', '.join(accepted)}")
+    return given
+
+
+def _option(name: str, value: object) -> object:
+    if name == "prefix_caching":
+        if not isinstance(value, bool):
+            raise ValueError(f"prefix_caching={value!r}; need true or false")
+        return value
+    return None if name == "max_length" and value is None else whole(name, value, 1)
+
+
+def _seconds(cost: object) -> Seconds:
+    cost = _known("cost", cost, ("step_s", "token_s", "model", "hardware", *ROOFLINE))
+    if "model" in cost or "hardware" in cost:
+        given = {k: v for k, v in cost.items() if k in ROOFLINE}
+        if "step_s" in cost or "token_s" in cost:
+            raise ValueError("cost: give model and hardware, or step_s and token_s")
+        names = cost.get("model"), cost.get("hardware")
+        if not all(isinstance(n, str) for n in names):
+            raise ValueError(f"cost: model={names[0]!r}, hardware={names[1]!r}; need the names of both")
+        return roofline(*names, **given)
+    step, token = cost.get("step_s", 0.02), cost.get("token_s", 0.001)
+    for name, value in (("step_s", step), ("token_s", token)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+            raise ValueError(f"cost: {name}={value!r}; need seconds, 0 or more")
+    return lambda parts: step + token * sum(p.count for p in parts)
+
+
+class _Words:
+    """Numbers for the words of prompts: each different one is a token."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[type, object], int] = {}
+        self.seen = 0
+
+    def count(self, n: int) -> int:
+        self.seen += n
+        if self.seen > LIMITS["tokens"]:
+            raise ValueError(f"requests: at most {LIMITS['tokens']} tokens of prompts and replies")
+        return n
+
+    def number(self, word: object) -> int:
+        return self.numbers.setdefault((type(word), word), len(self.numbers))
+
+    def prompt(self, prompt: object, prefix: object, at: int) -> list[int]:
+        """A text, a list of words, or a number of tokens, behind a prefix that others may share."""
+        head: list[object] = []
+        if prefix is not None:
+            prefix = _known("prefix", prefix, ("name", "tokens"))
+            n = self.count(whole("prefix tokens", prefix.get("tokens"), 1))
+            head = [f"prefix {prefix.get('name')!r} {i}" for i in range(n)]
+        if isinstance(prompt, str):
+            prompt = prompt.split()
+        elif isinstance(prompt, int):
+            prompt = [f"prompt {at} {i}" for i in range(self.count(whole("prompt", prompt)))]
+        elif not isinstance(prompt, list) or any(type(t) not in (int, str) for t in prompt):
+            raise ValueError(f"prompt={prompt!r}; need a text, a list of words, or a number of tokens")
+        return [self.number(w) for w in head + prompt[: self.count(len(prompt))]]
+
+
+def _arrivals(requests: object) -> list[Arrival]:
+    if not isinstance(requests, list) or len(requests) > LIMITS["requests"]:
+        raise ValueError(f"requests: need a list of at most {LIMITS['requests']}")
+    words, out = _Words(), []
+    for i, r in enumerate(requests):
+        keys = ("id", "at_s", "prompt", "prefix", "new_tokens", "max_new_tokens", "salt")
+        r = _known(f"request {i}", r, keys)
+        at, id, salt = r.get("at_s", 0), r.get("id", str(i)), r.get("salt")
+        if isinstance(at, bool) or not isinstance(at, int | float):
+            raise ValueError(f"request {i}: at_s={at!r}; need seconds, 0 or more")
+        if not isinstance(id, str):
+            raise ValueError(f"request {i}: id={id!r}; need a text")
+        if salt is not None and not isinstance(salt, str):
+            raise ValueError(f"request {i}: salt={salt!r}; need a text")
+        new = words.count(whole("new_tokens", r.get("new_tokens"), 1))
+        most = r.get("max_new_tokens")
+        out.append(
+            Arrival(
+                at,
+                words.prompt(r.get("prompt"), r.get("prefix"), i),
+                new,
+                id,
+                None if most is None else whole("max_new_tokens", most, 1),
+                () if salt is None else (salt,),
+            )
+        )
+    return out
+
+
+def _told(timeline: Timeline) -> dict:
+    return {
+        "steps": [asdict(s) | {"tokens": s.tokens, "decodes": s.decodes} for s in timeline.steps],
+        "requests": [asdict(s) for s in timeline.served],
+        "seconds": timeline.seconds,
+        "tokens_per_second": timeline.tokens_per_second,
+    }
+
+
+def live(request: str) -> str:
+    """Play requests on the engine's scheduler with a made-up clock, and tell every step.
+
+    request  {"num_blocks": 64, "block_size": 16, "max_running": 8, "max_tokens_per_step": 256,
+              "prefix_caching": true, "max_length": null,
+              "cost": {"step_s": 0.02, "token_s": 0.001}
+                   or {"model": "llama-3.1-8b", "hardware": "h100-sxm", "overhead_seconds": 0.0, ...},
+              "requests": [{"id": "A", "at_s": 0, "prompt": 300, "new_tokens": 40, "max_new_tokens": 64,
+                            "prefix": {"name": "system", "tokens": 128}, "salt": null}, ...]}
+
+    A prompt is a number of tokens, a text split at spaces, or a list of words. Returns {"ok": true, "result":
+    {"steps": [...], "requests": [...], "seconds": ..., "tokens_per_second": ...}}; a step as in
+    `companion.engine.Step`, a request as in `companion.engine.simulation.Served` (finish_reason "refused"
+    with the reason, if it could never be served). What makes no sense: {"ok": false, "error": "..."}.
+    """
+    try:
+        data = _known("request", json.loads(request), ("num_blocks", *OPTIONS, "cost", "requests"))
+        if whole("num_blocks", data.get("num_blocks"), 1) > LIMITS["num_blocks"]:
+            raise ValueError(f"num_blocks: at most {LIMITS['num_blocks']}")
+        options = {k: _option(k, data[k]) for k in OPTIONS if k in data}
+        timeline = simulate(
+            _arrivals(data.get("requests", [])),
+            _seconds(data.get("cost", {})),
+            num_blocks=data["num_blocks"],
+            max_steps=LIMITS["steps"],
+            **options,
+        )
+        reply: dict = {"ok": True, "result": _told(timeline)}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reply = {"ok": False, "error": str(error)}
+    return json.dumps(reply)

@@ -1,0 +1,67 @@
+"""The experts' matrices, as the companion keeps them, out of each way in which checkpoints store them.
+
+The companion's: w1 (E, 2N, K), gate rows before up rows, and w2 (E, K, N), for E experts of width N in a
+stream of width K. Checkpoints hold them expert by expert, or fused; gpt-oss fused, transposed and with gate
+and up columns taking turns.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..moe import split_interleaved
+from .tensors import Tensors
+
+
+class ExpertWeights(NamedTuple):
+    """w1 (E, 2N, K), w2 (E, K, N), and their biases (E, 2N) and (E, K) or None."""
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+
+
+def separate(take: Tensors, experts: int, width: int, d: int) -> ExpertWeights:
+    """gate_proj, up_proj and down_proj of each expert, or gate_up_proj and down_proj of all."""
+    if "experts.gate_up_proj" in take:
+        w1 = take("experts.gate_up_proj", experts, 2 * width, d).clone()
+        return ExpertWeights(w1, take("experts.down_proj", experts, d, width).clone())
+    return _stacked(take, experts, width, d, "gate_proj", "up_proj", "down_proj")
+
+
+def mixtral(take: Tensors, experts: int, width: int, d: int) -> ExpertWeights:
+    """Mixtral's own files call gate, up and down w1, w3 and w2."""
+    if "experts.0.w1.weight" in take:
+        return _stacked(take, experts, width, d, "w1", "w3", "w2")
+    return separate(take, experts, width, d)
+
+
+def interleaved(take: Tensors, experts: int, width: int, d: int) -> ExpertWeights:
+    """gpt-oss: (E, K, 2N) with gate in the even columns and up in the odd ones, (E, N, K), and biases."""
+    if "experts.gate_up_proj_blocks" in take:
+        raise ValueError(
+            f"{take.owner}: experts are stored in mxfp4, which is not read; convert to bf16 first"
+        )
+    w1 = take("experts.gate_up_proj", experts, d, 2 * width)
+    b1 = take("experts.gate_up_proj_bias", experts, 2 * width)
+    return ExpertWeights(
+        split_interleaved(w1, -1).mT.contiguous(),
+        take("experts.down_proj", experts, width, d).mT.clone(memory_format=torch.contiguous_format),
+        split_interleaved(b1, -1),
+        take("experts.down_proj_bias", experts, d).clone(),
+    )
+
+
+def _stacked(take: Tensors, experts: int, width: int, d: int, gate: str, up: str, down: str) -> ExpertWeights:
+    """One expert at a time into its place, so that a large model is never in memory twice."""
+    w1 = w2 = None
+    for e in range(experts):
+        part = take(f"experts.{e}.{gate}.weight", width, d)
+        if w1 is None:
+            w1, w2 = part.new_empty(experts, 2 * width, d), part.new_empty(experts, d, width)
+        w1[e, :width] = part
+        w1[e, width:] = take(f"experts.{e}.{up}.weight", width, d)
+        w2[e] = take(f"experts.{e}.{down}.weight", d, width)
+    return ExpertWeights(w1, w2)
