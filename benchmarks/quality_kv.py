@@ -1,11 +1,14 @@
 """What the precision of keys and values costs: distance to the exact cache on the frozen text.
 
-    python -m benchmarks.quality_kv [--chunks N] [--smoke] [--threads N]
+    python -m benchmarks.quality_kv [--chunks N] [--step N] [--smoke] [--threads N]
 
 The text is cut into chunks of 1,280 tokens. Of each, the first 1,024 are read once in float32 and their keys
-and values put into every cache; over that cache the next 256 are predicted, teacher-forced, in steps of 8, so
-that what is read is quantized as in decoding. Against the same over the exact cache: KL divergence,
-agreement of the likeliest token, difference of the negative log-likelihood, a mean for each chunk.
+and values put into every cache; over that cache the next 256 are predicted, teacher-forced, in steps of 8,
+each quantized after it was read. Against the same over the exact cache: KL divergence, agreement of the
+likeliest token, difference of the negative log-likelihood, a mean for each chunk.
+
+The tokens of a step see each other exactly. Decoding is --step 1 (stored as quality_kv_step_1), where a token
+sees only itself so; that costs more, and the caches without a tail come out worse.
 
 Results are stored after every setting (companion/quality/results/quality_kv.json); a run that was stopped
 goes on where it was. --smoke: two settings on two short chunks, printed, not stored.
@@ -55,12 +58,12 @@ def bits(cache, tokens: int) -> dict:
     return {"bits": packed, "bits_held": held, "tail_tokens": tail, "at_tokens": tokens}
 
 
-def measure(model, ids: torch.Tensor, table: dict, prefix: int, done: dict, save) -> None:
+def measure(model, ids: torch.Tensor, table: dict, prefix: int, step: int, done: dict, save) -> None:
     """Every setting on these chunks (rows of ids); results go into `done[name]`, and `save()` is called."""
     start = time.process_time()
     held = prompt(model, ids[:, :prefix], room=ids.shape[1] - prefix)
     rest = ids[:, prefix:]
-    exact = continued(model, held.fork(), rest)
+    exact = continued(model, held.fork(), rest, step=step)
     log(f"prompt and exact continuation of {len(ids)} chunks: {time.process_time() - start:.0f} s of CPU")
     before = done["reference"]["nll"]
     wanted = len(before) + len(ids)
@@ -155,19 +158,22 @@ def log(*parts) -> None:
     print(time.strftime("%H:%M:%S"), *parts, flush=True)
 
 
-def run(model, ids: list[int], count: int, *, prefix=PREFIX, scored=SCORED, only=None, keep=True) -> dict:
+def run(
+    model, ids: list[int], count: int, *, prefix=PREFIX, scored=SCORED, step=STEP, only=None, keep=True
+) -> dict:
     """Measure `count` chunks, BATCH at a time. only: names of settings; keep: store, and go on from there."""
     rows = chunks(ids, count, prefix, scored)
     table = settings(calibrated(model, ids[-TRIAL:]))
-    table = {name: table[name] for name in only or table}
+    table = {key: table[key] for key in only or table}
     head = {
-        "model": model.spec.name, "text_sha256": SHA256, "prefix": prefix, "scored": scored, "step": STEP,
+        "model": model.spec.name, "text_sha256": SHA256, "prefix": prefix, "scored": scored, "step": step,
         "seed": None, "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }  # fmt: skip
     done = {**head, "machine": describe(), "complete": False, "reference": {"nll": []}, "settings": {}}
+    name = NAME if step == STEP else f"{NAME}_step_{step}"
     if keep:
         try:
-            old = stored(NAME)
+            old = stored(name)
         except ValueError:
             old = {}
         if all(old.get(k) == v for k, v in head.items()):
@@ -175,14 +181,18 @@ def run(model, ids: list[int], count: int, *, prefix=PREFIX, scored=SCORED, only
 
     def save():
         if keep:
-            store(NAME, done)
+            store(name, done)
 
     while (n := len(done["reference"]["nll"])) < count:
-        measure(model, rows[n : n + BATCH], table, prefix, done, save)
+        measure(model, rows[n : n + BATCH], table, prefix, step, done, save)
         summarise(done)
         save()
     done["chunks"] = count
-    if keep and "checks" not in done:
+    del done["reference"]["nll"][count:]
+    for entry in done["settings"].values():  # a run that was stopped among later chunks leaves some ahead
+        for key in ("kl", "agree", "dnll", "kl_by_quarter"):
+            del entry[key][count:]
+    if keep and step == STEP and "checks" not in done:
         done["checks"] = checks(model, rows, prefix)
     summarise(done)
     done["complete"] = True
@@ -193,6 +203,7 @@ def run(model, ids: list[int], count: int, *, prefix=PREFIX, scored=SCORED, only
 def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--chunks", type=int, default=16)
+    parse.add_argument("--step", type=int, default=STEP)
     parse.add_argument("--smoke", action="store_true")
     parse.add_argument("--threads", type=int, default=None)
     args = parse.parse_args()
@@ -203,7 +214,7 @@ def main() -> None:
     if args.smoke:
         done = run(model, ids, 2, prefix=64, scored=32, only=("int8", "kivi2 r0"), keep=False)
     else:
-        done = run(model, ids, args.chunks)
+        done = run(model, ids, args.chunks, step=args.step)
     for name, entry in sorted(done["settings"].items(), key=lambda x: estimate(x[1]["kl"]).mean):
         print(line(name, entry))
     for key, p in done["pairs"].items():

@@ -74,25 +74,39 @@ def lost(net: dict, codec: str, pairs: int) -> float:
 def difference(a: list[float], b: list[float], wanted: float = 0.01) -> dict:
     """Mean of a minus mean of b, whether the seeds decide its sign, and how many could.
 
-    Decided: beyond Student's t (95 %) at the smaller sample's degrees of freedom. Seeds, per variant: for a
-    difference as measured, and for one of `wanted`, at two standard errors and the spread measured.
+    Decided: beyond Student's t (95 %) at the smaller sample's degrees of freedom, a cautious choice. Seeds to
+    decide, per variant: by the same rule and the spread measured, if the difference is as measured, and if it
+    is `wanted`; a spread from few seeds is itself rough.
     """
     if min(len(a), len(b)) < 2:
         return {"n": [len(a), len(b)], "decided": None}
     spread = statistics.variance(a) + statistics.variance(b)
     d = statistics.mean(a) - statistics.mean(b)
     se = math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
-    seeds = {"wanted": max(2, math.ceil(4 * spread / wanted**2))}
-    if d:
-        seeds["measured"] = max(2, math.ceil(4 * spread / d**2))
     return {
         "n": [len(a), len(b)],
         "difference": round(d, 5),
         "se": round(se, 5),
-        "decided": abs(d) > T95[min(len(a), len(b), 10) - 1] * se,
+        "decided": abs(d) > t95(min(len(a), len(b)) - 1) * se,
         "wanted": wanted,
-        "seeds_for_two_se": seeds,
+        "seeds_to_decide": {
+            "measured": seeds_to_decide(d, spread),
+            "wanted": seeds_to_decide(wanted, spread),
+        },
     }
+
+
+def t95(freedom: int) -> float:
+    """Student's t, two-sided 95 %; beyond the table within 0.01."""
+    return T95.get(freedom, 1.96 + 2.72 / freedom)
+
+
+def seeds_to_decide(difference: float, spread: float) -> int | None:
+    """Seeds per variant until `difference` exceeds its error; spread: both variances; None: above 9,999."""
+    for n in range(2, 10_000):
+        if abs(difference) > t95(n - 1) * math.sqrt(spread / n):
+            return n
+    return None
 
 
 def summary(nets: list[dict], again: list[dict], pairs: int) -> dict:
@@ -181,6 +195,7 @@ def main(argv: list[str] | None = None) -> dict:
             "held_out": "sequences whose values sum to a multiple of 8; never trained on",
         },
         "recipe": recipe.as_dict(),
+        "begun_again_budget": min(AGAIN, recipe.budget),
         "seeds": list(range(args.seeds)),
         "shapes": shapes(),
         "kept": {},

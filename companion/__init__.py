@@ -19,6 +19,8 @@ _MODULES = (
     "model",
     "moe",
     "paging",
+    "parallel",
+    "quality",
     "quantize",
     "rope",
 )

@@ -39,7 +39,8 @@ def module(name: str, source_url: str, root: Path = ROOT) -> str:
 def public(path: Path, tree: ast.Module):
     """(file, node) of each public function and class, those that a package takes from its files included."""
     listed = next((ast.literal_eval(n.value) for n in tree.body if _assigns(n, "__all__")), None)
-    for node in tree.body:
+    lazy = (n for node in tree.body if isinstance(node, ast.If) for n in node.body)  # for type checkers
+    for node in [*tree.body, *lazy]:
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
             file = path.parent / f"{node.module.replace('.', '/')}.py"
             inside = {n.name: n for n in ast.parse(file.read_text(encoding="utf-8")).body if _documented(n)}

@@ -42,6 +42,7 @@ from .memory import (
 from .page import live
 from .registry import UnknownName, hardware, models
 from .routing import RoutingSpec
+from .sharding import cache_copies, rank_parameters, rank_spec
 from .sizing import Sizing, size
 from .spec import MLASpec, ModelSpec, MoESpec
 from .speculative import (
@@ -53,20 +54,24 @@ from .speculative import (
 )
 from .stacked import Bar, Crossings, budget, crossings
 from .step import StepCost, cache_equals_weights, decode_step, prefill, share_of_cache
+from .wire import Exchange, ParallelBytes, Wire, on_wire, parallel_bytes
 
 __all__ = [
     "BITS",
     "Bar",
     "Crossings",
+    "Exchange",
     "HardwareSpec",
     "MLASpec",
     "MoESpec",
     "ModelSpec",
+    "ParallelBytes",
     "ParameterCount",
     "RoutingSpec",
     "Sizing",
     "StepCost",
     "UnknownName",
+    "Wire",
     "active_parameters",
     "attention_crossover",
     "attention_flops_per_key",
@@ -74,6 +79,7 @@ __all__ = [
     "best_draft_length",
     "bits_per_value",
     "budget",
+    "cache_copies",
     "cache_equals_weights",
     "cached_values",
     "compute_bound_context",
@@ -93,12 +99,16 @@ __all__ = [
     "live",
     "matmul_parameters",
     "models",
+    "on_wire",
+    "parallel_bytes",
     "parameter_count",
     "parameters",
     "predicted_pass_cost",
     "prefill",
     "prefill_attention_flops",
     "prefill_flops",
+    "rank_parameters",
+    "rank_spec",
     "share_of_cache",
     "size",
     "speculative_speedup",

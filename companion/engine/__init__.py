@@ -11,26 +11,43 @@ Names load when first used: the scheduler and the simulation need no torch.
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
-_NAMES = {
-    "Arrival": "simulation",
-    "Chunk": "scheduler",
-    "Completion": "request",
-    "Engine": "engine",
-    "Event": "request",
-    "Part": "records",
-    "Plan": "scheduler",
-    "Refused": "scheduler",
-    "Request": "request",
-    "Scheduler": "scheduler",
-    "Step": "records",
-    "Timeline": "simulation",
-    "live": "page",
-    "roofline": "simulation",
-    "simulate": "simulation",
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .page import live
+    from .records import Part, Step
+    from .request import Completion, Event, Request
+    from .scheduler import Chunk, Plan, Refused, Scheduler
+    from .simulation import Arrival, Timeline, roofline, simulate
+
+__all__ = [
+    "Arrival",
+    "Chunk",
+    "Completion",
+    "Engine",
+    "Event",
+    "Part",
+    "Plan",
+    "Refused",
+    "Request",
+    "Scheduler",
+    "Step",
+    "Timeline",
+    "live",
+    "roofline",
+    "simulate",
+]
+
+_WHERE = {
+    "engine": ["Engine"],
+    "page": ["live"],
+    "records": ["Part", "Step"],
+    "request": ["Completion", "Event", "Request"],
+    "scheduler": ["Chunk", "Plan", "Refused", "Scheduler"],
+    "simulation": ["Arrival", "Timeline", "roofline", "simulate"],
 }
-
-__all__ = sorted(_NAMES)
+_NAMES = {name: file for file, names in _WHERE.items() for name in names}
 
 
 def __getattr__(name: str):

@@ -131,7 +131,8 @@ class BlockManager:
         left = pool.num_free - sum([not pool._refs[i] for i in found])
         if new + whole("spare", spare) > left:
             raise PoolFull(
-                f"prompt: {new} blocks are needed beyond {len(found)} found, {spare} have to stay free, and "
+                f"prompt: {new} blocks are needed beyond {len(found)} found"
+                f"{f', {spare} have to stay free' if spare else ''}, and "
                 f"{left} are free"
             )
         pool.take(found)  # first, lest they be evicted for the rest

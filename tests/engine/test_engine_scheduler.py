@@ -4,6 +4,7 @@ The storage maps a slot to what would be computed there: the salt and all tokens
 planned, a chunk must find its own past in its slots, whoever was preempted, cancelled or evicted in between.
 """
 
+import importlib
 import subprocess
 import sys
 
@@ -290,3 +291,9 @@ def test_no_torch_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_loads_from_where_it_is_said_to_be():
+    engine = importlib.import_module("companion.engine")
+    assert sorted(engine._NAMES) == engine.__all__
+    assert all(getattr(engine, name).__name__ == name for name in engine.__all__)

@@ -60,7 +60,7 @@ def decoder():
     return tiny_decoder()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_decoder():
     return tiny_decoder
 

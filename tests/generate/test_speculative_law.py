@@ -245,10 +245,8 @@ class Table:
 
 
 @pytest.fixture(scope="module")
-def markov():
-    from conftest import tiny_decoder
-
-    return Table(tiny_decoder(vocab=V, max_context=None), 1)
+def markov(make_decoder):
+    return Table(make_decoder(vocab=V, max_context=None), 1)
 
 
 def misfit(tokens, p):
@@ -326,12 +324,10 @@ def test_the_checks_of_this_file_can_fail():
     assert measure(lambda u: False) == 0 and measure(lambda u: True) == pytest.approx(1, abs=1e-14)
 
 
-def test_a_model_that_drafts_draws_from_what_it_reports(unchecked, markov, monkeypatch):
+def test_a_model_that_drafts_draws_from_what_it_reports(unchecked, markov, make_decoder, monkeypatch):
     """Its guesses' true distribution, or the ratio corrects for the wrong one."""
-    from conftest import tiny_decoder
-
     p = probabilities(markov.table, **WARP)
-    small = Table(tiny_decoder(vocab=V, max_context=None), 2).model
+    small = Table(make_decoder(vocab=V, max_context=None), 2).model
     assert misfit(run(markov, DecoderDraft(small), 0).tokens, p) > ERROR_RATE
     monkeypatch.setattr(drafts, "draw", lambda q, u: draw(q**2, u))
     assert misfit(run(markov, DecoderDraft(small), 0).tokens, p) < ERROR_RATE

@@ -304,7 +304,7 @@ def test_difference_decides_only_beyond_the_spread():
 
     assert difference([0.5, 0.51, 0.49], [0.1, 0.11, 0.09])["decided"] is True
     unsure = difference([0.02, 0.00, 0.04], [0.01, 0.03, 0.00])
-    assert unsure["decided"] is False and unsure["seeds_for_two_se"]["measured"] > 3
+    assert unsure["decided"] is False and unsure["seeds_to_decide"]["measured"] > 3
     assert difference([0.5], [0.1, 0.2])["decided"] is None
     assert mean_se([1.0, 2.0, 3.0]) == {"n": 3, "mean": 2.0, "se": round(1 / math.sqrt(3), 5)}
     assert mean_se([0.5])["se"] is None
