@@ -15,7 +15,6 @@ With --only, the other part of FILE stays as it is.
 """
 
 import argparse
-import copy
 import json
 import statistics
 import sys
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from companion.caches import make_cache
 from companion.caches.attend import decode_packed
 from companion.cost import kv_bytes
-from companion.model import load
+from companion.model import load, products
 
 from .machine import arguments, describe, read_bandwidth, spread, timed
 from .twin import transformers_twin
@@ -44,14 +43,6 @@ SHAPES = {
 }
 
 
-def row_major(model):
-    """The same decoder with every matrix in the usual memory order: what the layout buys."""
-    plain = copy.deepcopy(model)
-    for p in plain.parameters():
-        p.data = p.data.contiguous()
-    return plain
-
-
 class Companion:
     def __init__(self, model):
         self.model = model
@@ -63,6 +54,17 @@ class Companion:
     def step(self):
         self.next = self.model(self.next, self.cache, logits="last")[:, -1].argmax(-1, keepdim=True)
         return int(self.next)
+
+
+class OneProductEach(Companion):
+    """The same decoder with F.linear for every matrix: what `companion.model.products` buys."""
+
+    def step(self):
+        few, products.FEW = products.FEW, 0
+        try:
+            return super().step()
+        finally:
+            products.FEW = few
 
 
 class Transformers:
@@ -88,7 +90,7 @@ def decode(rounds: int) -> dict:
     model, _ = load("smollm2-135m")
     paths = {
         "companion": Companion(model),
-        "companion, row-major weights": Companion(row_major(model)),
+        "companion, F.linear": OneProductEach(model),
         "transformers, DynamicCache": Transformers(transformers_twin(model)),
     }
     ids = torch.randint(3, model.spec.vocab, (1, PROMPT), generator=torch.Generator().manual_seed(0))
