@@ -30,7 +30,7 @@ RULES = ("sum", "delta")
 class LinearCache(Cache):
     """A recurrent state in the place of keys and values: constant bytes, no token can be taken out again.
 
-    **It does not compute what a model trained with softmax attention expects**: such a model over this cache
+    It does not compute what a model trained with softmax attention expects: such a model over this cache
     answers with noise. It is here for its size, for its capacity, and for models trained this way. Queries
     and keys are taken as they come, rotated or not.
 

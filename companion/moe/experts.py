@@ -62,7 +62,7 @@ def grouped_experts(
     alpha: float = 1.702,
     capacity: int | None = None,
 ) -> Float[Tensor, "T K"]:
-    """sum_j weights[t, j] * expert[ids[t, j]](x[t]), all experts as one grouped computation.
+    """All experts as one grouped computation: `sum_j weights[t, j] * expert[ids[t, j]](x[t])` for each t.
 
     x: (T, K); T may be 0. w1: (E, 2N, K); w2: (E, K, N), in x's dtype. ids: (T, k), -1 for a slot that is
         not sent.
