@@ -222,6 +222,10 @@ class Cache(ABC):
         if v is None:
             raise ValueError("v is None; this cache stores values beside its keys")
         self._check("v", v, (self.batch, heads, k.shape[2], self.spec.v_head_dim))
+        if self.step is not None and k.shape[2] > self.step:
+            raise ValueError(
+                f"k brings {k.shape[2]} tokens; this cache takes step={self.step} at most at once"
+            )
 
     def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         """x is (B, heads, S, width); `shape` is what it must be, -1 for S."""
