@@ -14,10 +14,8 @@ the keys and values once takes, by the fastest way known here (amax), and so the
 With --only, the other part of FILE stays as it is.
 """
 
-import argparse
 import json
 import statistics
-import sys
 import time
 from functools import partial
 
@@ -167,16 +165,13 @@ def over(attend, q, layers):
 
 
 def main() -> None:
-    choose = argparse.ArgumentParser(add_help=False)
-    choose.add_argument("--only", choices=["decode", "attention"])
-    only, sys.argv[1:] = choose.parse_known_args()
-    args = arguments(__doc__)
+    args = arguments(__doc__, parts=("decode", "attention"))
     result = {}
-    if only.only and args.out and args.out.exists():
+    if args.only and args.out and args.out.exists():
         result = json.loads(args.out.read_text())
     with torch.inference_mode():
         for part in (decode, attention):
-            if only.only in (None, part.__name__):
+            if args.only in (None, part.__name__):
                 machine = "machine" if part is decode else "machine_attention"
                 result |= {machine: describe(), part.__name__: part(args.rounds)}
                 report_decode(result["decode"]) if part is decode else report_attention(result["attention"])

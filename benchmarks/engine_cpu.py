@@ -10,10 +10,8 @@ tokens); the scheduler's own time per step flat in the number of waiting request
 roofline predicts for a decode step of 1 to 8 rows, and what the products of so many rows take.
 """
 
-import argparse
 import json
 import statistics
-import sys
 import time
 
 import torch
@@ -177,14 +175,10 @@ PARTS = {"throughput": throughput, "steps": steps, "scheduler": scheduler}
 
 
 def main() -> None:
-    parse = argparse.ArgumentParser(add_help=False)
-    parse.add_argument("--only", choices=PARTS)
-    only, rest = parse.parse_known_args()
-    sys.argv[1:] = rest
-    args = arguments(__doc__)
+    args = arguments(__doc__, parts=PARTS)
     kept = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     for name, run in PARTS.items():
-        if only.only in (None, name):
+        if args.only in (None, name):
             kept[name] = {"machine": describe(), "result": run(args.rounds)}
             print(json.dumps({name: kept[name]["result"]}, indent=2))
             if args.out:

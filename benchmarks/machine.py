@@ -5,7 +5,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -38,12 +38,14 @@ def read_bandwidth(nbytes: int = 256 * 2**20, repeats: int = 8) -> dict[str, flo
     return {"best": nbytes / min(seconds), "median": nbytes / statistics.median(seconds)}
 
 
-def arguments(doc: str) -> argparse.Namespace:
-    """--threads (applied), --rounds, --out: what the benchmarks of this folder share."""
+def arguments(doc: str, parts: Iterable[str] = ()) -> argparse.Namespace:
+    """--threads (applied), --rounds, --out: shared by these benchmarks. --only: one of `parts`, if any."""
     parse = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--threads", type=int, default=None)
     parse.add_argument("--rounds", type=int, default=7)
     parse.add_argument("--out", type=Path, default=None)
+    if parts:
+        parse.add_argument("--only", choices=list(parts))
     args = parse.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

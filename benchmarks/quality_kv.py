@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from companion.caches import make_cache
 from companion.model import load
-from companion.quality import store, stored, text
+from companion.quality import store, text
 from companion.quality.frozen import SHA256
 from companion.quality.samples import estimate, separated
 from companion.quality.scoring import STEP, continued, distance, fill, prompt
@@ -31,6 +31,7 @@ from companion.quality.scoring import STEP, continued, distance, fill, prompt
 from .kv_settings import calibrated, settings
 from .machine import describe
 from .readback import ReadBack
+from .resume import resumed
 
 PREFIX, SCORED, BATCH = 1024, 256, 8
 TRIAL = 512  # tokens at the end of the text, in no chunk, that fix the scales of nvfp4
@@ -172,12 +173,8 @@ def run(
     done = {**head, "machine": describe(), "complete": False, "reference": {"nll": []}, "settings": {}}
     name = NAME if step == STEP else f"{NAME}_step_{step}"
     if keep:
-        try:
-            old = stored(name)
-        except ValueError:
-            old = {}
-        if all(old.get(k) == v for k, v in head.items()):
-            done |= {k: old[k] for k in ("reference", "settings", "checks") if k in old}
+        old = resumed(name, head)
+        done |= {k: old[k] for k in ("reference", "settings", "checks") if k in old}
 
     def save():
         if keep:

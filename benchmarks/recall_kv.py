@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from companion.caches import make_cache
 from companion.model import load
-from companion.quality import haystack, recall, store, stored, text
+from companion.quality import haystack, recall, store, text
 from companion.quality.facts import AFTER, DIGITS, FACT, QUESTION
 from companion.quality.frozen import SHA256
 from companion.quality.samples import clustered, holm, needed, paired
@@ -31,6 +31,7 @@ from .branches import Branches
 from .kv_settings import calibrated, settings
 from .machine import describe
 from .quality_kv import TRIAL, log
+from .resume import resumed
 
 LENGTHS = (512, 1024, 2048, 4096)
 NEEDLES = 8  # facts in a haystack
@@ -154,12 +155,7 @@ def run(model, tokenizer, plan: list[tuple[int, int]], *, names=NAMES, keep=True
     }  # fmt: skip
     done = {**head, "machine": describe(), "complete": False, "haystacks": []}
     if keep:
-        try:
-            old = stored(NAME)
-        except ValueError:
-            old = {}
-        if all(old.get(k) == v for k, v in head.items()):
-            done["haystacks"] = old["haystacks"]
+        done["haystacks"] = resumed(NAME, head).get("haystacks", [])
     have = {(h["length"], h["seed"]) for h in done["haystacks"]}
     for length, seed in plan:
         if (length, seed) in have:

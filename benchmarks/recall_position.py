@@ -23,10 +23,11 @@ import torch
 
 from companion.caches import make_cache
 from companion.model import load
-from companion.quality import frozen, haystack, recall, store, stored
+from companion.quality import frozen, haystack, recall, store
 from companion.quality.samples import clustered, estimate, paired
 
 from .machine import describe
+from .resume import resumed
 
 NEEDLES, CHUNK, EVICTING_STEP = 8, 256, 64
 EVICTING = dict(budget=516, recent=258, step=EVICTING_STEP)
@@ -125,11 +126,7 @@ def main() -> None:
     args = parse.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = load("smollm2-135m")
-    try:
-        old = stored("recall_position")
-        results = old["settings"] if old["text_sha256"] == frozen.SHA256 else {}
-    except ValueError:
-        results = {}
+    results = resumed("recall_position", {"text_sha256": frozen.SHA256}).get("settings", {})
     for name, (length, kind, options) in SETTINGS.items():
         if args.only is not None and name not in args.only:
             continue

@@ -22,10 +22,11 @@ import torch
 
 from companion.caches import make_cache
 from companion.model import load
-from companion.quality import frozen, store, stored, text
+from companion.quality import frozen, store, text
 from companion.quality.samples import estimate, paired
 
 from .machine import describe
+from .resume import resumed
 
 TOKENS, LONG, CHUNK, FIRST = 4096, 12288, 256, 1024
 STEP, EVICTING_STEP = 256, 16
@@ -113,11 +114,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model, tokenizer = load("smollm2-135m")
     ids = tokenizer.encode(text())
-    try:
-        old = stored("streaming")
-        results = old["settings"] if old["text_sha256"] == frozen.SHA256 else {}
-    except ValueError:
-        results = {}
+    results = resumed("streaming", {"text_sha256": frozen.SHA256}).get("settings", {})
     for name, (tokens, kind, options) in settings().items():
         have = results.get(name)
         if have and (have["kind"], have["options"], have["tokens"]) == (kind, options, tokens):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cost import ModelSpec
-from ..paging import BlockManager, blocks_needed
+from ..paging import BlockManager, PagedSequence, blocks_needed
 from .attend import attend
 from .base import Cache, refuse_latent
 from .tables import Entry, RowTables
@@ -199,6 +199,15 @@ class PagedCache(Cache):
             unused = (torch.arange(n, device=self.device) >= stop)[:, None, :, None]
             k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
         return k, v
+
+    def announce(self, row: int, ids: Sequence[int]) -> None:
+        """The tokens that the next `append` brings to a row, for a `PagedSequence`: its manager has to know
+        them before they are written. Nothing happens for a plain table, or for tokens that it knows already.
+        """
+        entry = self._tables.entries[row]
+        missing = self._rows[0][row] + len(ids) - len(entry) if isinstance(entry, PagedSequence) else 0
+        if missing > 0:
+            self.storage.copy(self.storage.manager.append(entry, ids[-missing:]))
 
     def block_table(self, width: int | None = None, fill: int = -1) -> Tensor:
         """int32 (B, width): the rows' blocks, padded with `fill`. width: None for the longest row's."""

@@ -96,11 +96,8 @@ class StreamingCache(SlidingCache):
         # Each query has dropped another number of tokens: turn the queries, and merge the two parts.
         wide = torch.promote_types(self.dtype, torch.float32)
         near, far = q.to(wide), self.rope.turn(q.to(wide), -dropped)
-        k, v, part = (
-            k.to(wide),
-            v.to(wide),
-            dict(softmax_scale=softmax_scale, softcap=softcap, return_lse=True),
-        )
+        k, v = k.to(wide), v.to(wide)
+        part = dict(softmax_scale=softmax_scale, softcap=softcap, return_lse=True)
         parts = [
             sdpa(far, k[:, :, :s], v[:, :, :s], key_mask=seen[..., :s], **part),
             sdpa(near, k[:, :, s:], v[:, :, s:], key_mask=seen[..., s:], **part),

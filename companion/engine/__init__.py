@@ -7,19 +7,20 @@
     engine      requests in, tokens out
     page        the simulation for a page in a browser
 
-Names load when first used: the scheduler and the simulation need no torch.
+What needs torch loads when first used: the scheduler and the simulation do without.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
+from .page import live
+from .records import Part, Step
+from .scheduler import Chunk, Plan, Refused, Scheduler
+from .simulation import Arrival, Timeline, roofline, simulate
+
 if TYPE_CHECKING:
     from .engine import Engine
-    from .page import live
-    from .records import Part, Step
     from .request import Completion, Event, Request
-    from .scheduler import Chunk, Plan, Refused, Scheduler
-    from .simulation import Arrival, Timeline, roofline, simulate
 
 __all__ = [
     "Arrival",
@@ -39,20 +40,12 @@ __all__ = [
     "simulate",
 ]
 
-_WHERE = {
-    "engine": ["Engine"],
-    "page": ["live"],
-    "records": ["Part", "Step"],
-    "request": ["Completion", "Event", "Request"],
-    "scheduler": ["Chunk", "Plan", "Refused", "Scheduler"],
-    "simulation": ["Arrival", "Timeline", "roofline", "simulate"],
-}
-_NAMES = {name: file for file, names in _WHERE.items() for name in names}
+_TORCH = {"Engine": "engine", "Completion": "request", "Event": "request", "Request": "request"}
 
 
 def __getattr__(name: str):
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    if name in _TORCH:
+        return getattr(importlib.import_module(f"{__name__}.{_TORCH[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -16,9 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..caches import Cache, EvictingCache, LinearCache, QuantizedCache, make_cache
+from ..caches import Cache, EvictingCache, LinearCache, PagedCache, QuantizedCache, make_cache
 from ..model import Decoder
-from ..paging import PagedSequence
 from .drafts import Draft, Proposal
 from .lengths import Adaptive, Fixed
 from .loop import Generation, Sample, _check, _prompts, _record, _tell
@@ -249,7 +248,8 @@ class _Target:
             self.text[self.read_to :] = ids
             x = torch.tensor([self.text], device=self.model.device)
         else:
-            _grow(self.cache, ids)
+            if isinstance(self.cache, PagedCache):
+                self.cache.announce(0, ids)
             x = torch.tensor([ids], device=self.model.device)
         rows = len(ids)
         self.kept, self.read_to = self.read_to, self.read_to + rows
@@ -265,14 +265,6 @@ class _Target:
         if self.hidden is not None:
             self.draft.observe(self.hidden[:, : n - self.kept])
         self.read_to, self.hidden = n, None
-
-
-def _grow(cache: Cache, ids: list[int]) -> None:
-    """A row that belongs to a manager's sequence: the manager must know of its tokens first."""
-    for entry in getattr(getattr(cache, "_tables", None), "entries", ()):
-        missing = cache.row_lengths()[0] + len(ids) - len(entry) if isinstance(entry, PagedSequence) else 0
-        if missing > 0:
-            cache.storage.copy(cache.storage.manager.append(entry, ids[-missing:]))
 
 
 def _new_cache(kind: str, model: Decoder, room: int, longest: int) -> Cache:

@@ -182,8 +182,8 @@ class MoE(nn.Module):
         """Outputs (..., K) in x's dtype.
 
         x: (..., K), no positions at all included. keep: (...), False for padding: it is sent to no expert,
-            counts
-        in no statistic, and its output is 0 whatever it holds. return_routing: also what the router said.
+            counts in no statistic, and its output is 0 whatever it holds. return_routing: also what the
+            router said.
         """
         if x.ndim < 1 or x.shape[-1] != self.d_model:
             raise ValueError(f"x must be (..., {self.d_model}), got {tuple(x.shape)}")

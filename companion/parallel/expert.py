@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from ..model import Decoder
 from ..moe import MoE, Routing, combine, dispatch, gather, grouped_experts
-from .collectives import Group
+from .collectives import Group, Number
 from .slices import Slices
-
-Number = int | float
 
 
 def exchanged_experts(

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from companion.cost import MLASpec, ModelSpec
-from companion.quantize import codec
-from companion.rope import Rope
+from ..cost import MLASpec, ModelSpec
+from ..quantize import codec
+from ..rope import Rope
 
 KEYS, VALUES = 32, 32
 CODECS = ("int8", "fp8_e4m3", "int4", "int2")

@@ -7,7 +7,7 @@ from benchmarks import quality_kv, recall_kv
 from benchmarks.kv_settings import settings
 from benchmarks.readback import ReadBack
 from companion.caches import make_cache
-from companion.quality import compare, haystack, recall, store, text
+from companion.quality import compare, haystack, recall, store, stored, text
 from companion.quality.scoring import continued, distance, fill, prompt
 from companion.quantize import codec
 
@@ -158,7 +158,7 @@ def test_quality_script_goes_on_where_it_was_stopped(tiny, bytes_tokenizer, fold
     monkeypatch.setattr(quality_kv, "distance", stopped)
     with pytest.raises(KeyboardInterrupt):
         quality_kv.run(tiny, ids, 10, **options)
-    assert not quality_kv.stored("quality_kv")["complete"]
+    assert not stored("quality_kv")["complete"]
     calls[:] = [1] * 10
     done = quality_kv.run(tiny, ids, 10, **options)
     assert done["complete"] and len(calls) == 10 + 2 + 3  # what was left, and the checks
