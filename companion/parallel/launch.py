@@ -14,6 +14,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import textwrap
@@ -117,8 +118,8 @@ def _collect(ranks: list, ends: list, limit: float) -> list[Any]:
 def _rank(rank: int, world: int, meeting: str, timeout: Number, threads: int, parent, work: bytes) -> None:
     """What each process runs."""
     torch.set_num_threads(threads)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve
+    if name := _loopback():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     try:
         fn, args, options = pickle.loads(work)
         store = dist.FileStore(meeting, world) if world > 1 else None
@@ -132,6 +133,16 @@ def _rank(rank: int, world: int, meeting: str, timeout: Number, threads: int, pa
         parent.recv_bytes()  # until all have reported: who leaves earlier breaks the others' connections
     except (EOFError, OSError):
         _end(0)
+
+
+def _loopback() -> str | None:
+    """The interface by which a machine speaks to itself. Gloo would look up the machine's name, which need
+    not resolve; on macOS it often does not."""
+    try:
+        names = {name for _, name in socket.if_nameindex()}
+    except OSError:  # a sandbox that does not tell
+        return None
+    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def _end(code: int) -> None:

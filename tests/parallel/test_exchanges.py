@@ -10,7 +10,7 @@ from parallel_ranks import CASES
 
 from companion.moe import grouped_experts
 from companion.parallel import Group, RankLost, RanksFailed, exchanged_experts, join, mesh, run
-from companion.parallel.launch import GRACE, _portable
+from companion.parallel.launch import GRACE, _loopback, _portable
 
 
 @pytest.fixture(params=["two", "four"])
@@ -195,6 +195,14 @@ def test_a_function_that_cannot_be_imported_is_refused():
     assert _portable(parallel_ranks.dies) is parallel_ranks.dies
     with pytest.raises(ValueError, match="world=0"):
         run(0, parallel_ranks.dies)
+
+
+@pytest.mark.parametrize(
+    "interfaces, name", [(["eth0", "lo"], "lo"), (["lo0", "en0"], "lo0"), (["ethernet_1"], None)]
+)
+def test_ranks_of_one_machine_meet_on_its_loopback_whatever_that_is_called(monkeypatch, interfaces, name):
+    monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(interfaces, 1)))
+    assert _loopback() == name
 
 
 def test_under_torchrun(tmp_path):
