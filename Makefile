@@ -15,7 +15,7 @@ export PIP_NO_INPUT = 1
 SHELL  := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: book test notebooks prose serve lint clean help html unit outputs site
+.PHONY: book test test-kernels notebooks prose serve lint clean help html unit kernels outputs site
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -71,7 +71,7 @@ prose: $(VENV)/.test
 
 # --- the tests ---------------------------------------------------------------------------------------------
 
-test: $(VENV)/.test lint unit outputs html site
+test: $(VENV)/.test lint unit kernels outputs html site
 	@echo "all tests passed"
 
 lint: $(VENV)/.test
@@ -79,7 +79,25 @@ lint: $(VENV)/.test
 	@$(VENV)/bin/ruff format --check .
 
 unit:
-	@$(PY) -m pytest tests --ignore tests/book -n 2 --dist loadscope
+	@$(PY) -m pytest tests --ignore tests/book --ignore tests/kernels -n 2 --dist loadscope
+
+# Processes of their own: Triton's interpreter is chosen before anything imports Triton, and transformers does.
+kernels:
+	@$(PY) -m pytest tests/kernels -n 2 --dist loadscope
+
+# The same with the Triton of Colab (3.6), in a second environment. 3.6 needs numpy below 2.4 in its interpreter.
+OLD := .venv-triton36
+test-kernels: $(VENV)/.test kernels $(OLD)/.test
+	@$(OLD)/bin/python -m pytest tests/kernels -n 2 --dist loadscope
+
+$(OLD)/.test: $(DEPENDS)
+	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
+	@grep -v -E '^(numpy|triton)==' constraints.txt > $(OLD)/constraints.txt
+	@$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLD)/constraints.txt torch "numpy<2.4"
+	@$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLD)/constraints.txt "numpy<2.4" \
+	  jaxtyping beartype hypothesis pytest pytest-xdist
+	@$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.6.0
+	@touch $@
 
 outputs:
 	@$(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout 120 -n 2 --dist loadscope
@@ -88,5 +106,5 @@ site:
 	@$(PY) -m pytest tests/book -n 2 --dist loadscope -rs
 
 clean:
-	rm -rf _build vendor node_modules .pytest_cache .ruff_cache .hypothesis
+	rm -rf _build vendor node_modules $(OLD) .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

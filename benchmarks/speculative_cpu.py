@@ -87,7 +87,7 @@ def measure(model, tokenizer, n: int, rounds: int, price) -> dict:
         ids = tokenizer.encode(tokenizer.chat([{"role": "user", "content": text}]) if chat else text)
         times = {way: [] for way in ways}
         last = {}
-        for round in range(rounds):
+        for _ in range(rounds):
             for way, run in ways.items():
                 seconds, last[way] = one(model, ids, n, run)
                 times[way].append(seconds)

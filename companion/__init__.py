@@ -16,6 +16,8 @@ _MODULES = (
     "engine",
     "figures",
     "generate",
+    "kernels",
+    "lab",
     "model",
     "moe",
     "paging",

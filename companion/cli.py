@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as e:
         hint = "python -m pip install 'what-a-token-costs[model]'"
         print(f"companion {args.command}: error: {e.name} is not installed; {hint}", file=sys.stderr)
+    except ImportError as e:
+        print(f"companion {args.command}: error: {e}", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output has gone; nothing is left to flush to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -49,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
     size.add_arguments(sizing)
     sizing.set_defaults(run=size.run)
 
+    from .lab import command as lab
+
+    measuring = commands.add_parser("lab", help="measure this machine or an endpoint, against predictions")
+    lab.add_arguments(measuring)
+    measuring.set_defaults(run=lab.run)
+
     text = commands.add_parser("generate", help="continue a prompt with a real model")
     text.add_argument("prompt", help="text to continue")
     text.add_argument(
@@ -72,6 +80,12 @@ def parser() -> argparse.ArgumentParser:
     )
     text.add_argument("--json", action="store_true", help="print one JSON object when done")
     text.set_defaults(run=_generate)
+
+    from .kernels import command as kernels
+
+    bench = commands.add_parser("bench", help="Triton kernels: compiled for any GPU, or timed on this one")
+    kernels.add_arguments(bench)
+    bench.set_defaults(run=kernels.run)
 
     doctor = commands.add_parser("doctor", help="what this machine has, and what will run on it")
     doctor.add_argument("--json", action="store_true")

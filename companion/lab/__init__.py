@@ -1,0 +1,89 @@
+"""Check it on your own hardware: probes, sweeps with the prediction made first, verdicts, a report.
+
+    from companion.lab import Endpoint, EndpointTarget, Study, context_points, shuffled, sweep
+    target = EndpointTarget(Endpoint("http://127.0.0.1:8000"))
+    result = sweep(target, shuffled(context_points([128, 512, 2048]), 3, seed=1), Study("lab.json", {}))
+
+The client, the fits, the verdicts and the report use the standard library only; torch is imported when a
+model on this machine is measured.
+"""
+
+import importlib
+
+# Functions that share their file's name: loaded at once, so that neither hides the other.
+from .report import report
+from .sweep import sweep
+from .verdict import verdict
+
+_HOMES = {
+    "Answer": "answers",
+    "DecoderTarget": "local",
+    "Endpoint": "client",
+    "EndpointTarget": "remote",
+    "Estimate": "fit",
+    "Fault": "answers",
+    "Point": "points",
+    "Probe": "probes",
+    "Run": "points",
+    "Shape": "predict",
+    "Stopwatch": "probes",
+    "Study": "store",
+    "TransformersTarget": "local",
+    "Variant": "local",
+    "Verdict": "verdict",
+    "batch_points": "points",
+    "context_points": "points",
+    "hardware_from": "probes",
+    "line": "fit",
+    "mean": "fit",
+    "pair_points": "points",
+    "parabola": "fit",
+    "prefix_points": "points",
+    "probe": "probes",
+    "ratio": "fit",
+    "shuffled": "points",
+    "write_report": "report",
+}
+
+__all__ = [
+    "Answer",
+    "DecoderTarget",
+    "Endpoint",
+    "EndpointTarget",
+    "Estimate",
+    "Fault",
+    "Point",
+    "Probe",
+    "Run",
+    "Shape",
+    "Stopwatch",
+    "Study",
+    "TransformersTarget",
+    "Variant",
+    "Verdict",
+    "batch_points",
+    "context_points",
+    "hardware_from",
+    "line",
+    "mean",
+    "pair_points",
+    "parabola",
+    "prefix_points",
+    "probe",
+    "ratio",
+    "report",
+    "shuffled",
+    "sweep",
+    "verdict",
+    "write_report",
+]
+
+
+def __getattr__(name: str):
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return __all__

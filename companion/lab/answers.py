@@ -1,0 +1,116 @@
+"""What came back for one request: its times, its tokens, and what went wrong."""
+
+from dataclasses import dataclass, field
+
+# What a fault is called, and what it says to whoever reads the report.
+FAULTS = {
+    "unreachable": "no connection",
+    "timeout": "nothing came in time",
+    "dropped": "the stream was cut off",
+    "malformed": "what came is no stream of tokens",
+    "empty": "the answer has no token",
+    "unauthorized": "the key was refused",
+    "missing": "no such model or path",
+    "refused": "the request was refused",
+    "busy": "too many requests",
+    "loading": "the server is not ready",
+    "server": "the server failed",
+}
+LATER = ("busy", "loading", "unreachable", "dropped", "server")  # worth another try after a while
+HOPELESS = ("unauthorized", "missing", "refused")  # the next request would fare no better
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: one of FAULTS. detail: one line, the server's own where it said something. status: HTTP's."""
+
+    kind: str
+    detail: str
+    status: int | None = None
+
+    def __str__(self) -> str:
+        status = f", status {self.status}" if self.status else ""
+        return f"{FAULTS[self.kind]}{status}: {self.detail}"
+
+
+@dataclass
+class Answer:
+    """One request. Seconds by the client's clock, from the moment the request was sent.
+
+    ttft_s      the first event with text in it, reasoning included; not the headers, nor an event with a role
+    arrivals_s  every event with text
+    itl_s       seconds per token after the first; None with fewer than two events, or after a fault.
+                itl_low_s and itl_high_s bound it: where the server merges tokens into one event, how many
+                the first one held is not known. Without merging the three are equal
+    tokens      the server's count (counted_by "usage"), else the number of events ("events"), which is too
+                low if it merges
+    prompt_tokens, cached_tokens   as the server reports them, else None
+    connect_s   what setting up the connection took; in no other time
+    done        whether the stream ended with [DONE]; some servers never send it
+    attempts    requests sent, with the ones before this that were turned away; waited_s, pauses between them
+    timings     the server's own, where it sends them (llama.cpp), else None
+    """
+
+    fault: Fault | None = None
+    sent_s: float = 0.0
+    connect_s: float = 0.0
+    ttft_s: float | None = None
+    arrivals_s: list[float] = field(default_factory=list)
+    itl_s: float | None = None
+    itl_low_s: float | None = None
+    itl_high_s: float | None = None
+    tokens: int = 0
+    counted_by: str = "events"
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    text: str = ""
+    done: bool = False
+    merged: bool = False
+    attempts: int = 1
+    waited_s: float = 0.0
+    timings: dict | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.fault is None
+
+    @property
+    def finished_s(self) -> float | None:
+        """When the last token came, by the client's clock."""
+        return self.sent_s + self.arrivals_s[-1] if self.arrivals_s else None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds between neighbouring events: stalls show here. An event may hold several tokens."""
+        return [b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:])]
+
+    def settle(self, usage: dict | None) -> None:
+        """Count the tokens and divide the time among them, when the stream has ended."""
+        events = len(self.arrivals_s)
+        self.tokens = events
+        if usage:
+            self.prompt_tokens = _count(usage.get("prompt_tokens"))
+            details = usage.get("prompt_tokens_details")
+            if isinstance(details, dict):
+                self.cached_tokens = _count(details.get("cached_tokens"))
+            told = _count(usage.get("completion_tokens"))
+            if told is not None and told >= events:
+                self.tokens, self.counted_by = told, "usage"
+        if events < 2:
+            return
+        # A stop token is counted, but has no text and so no event.
+        silent = self.finish_reason == "stop" and self.tokens == events + 1
+        spread = self.arrivals_s[-1] - self.arrivals_s[0]
+        shown = self.tokens - silent
+        self.merged = shown > events
+        # Each event holds at least one token: the first one, 1 to shown - (events - 1) of them.
+        self.itl_s = spread * events / (shown * (events - 1))
+        self.itl_low_s = spread / (self.tokens - 1)
+        self.itl_high_s = spread / (events - 1)
+        if not self.merged:
+            self.itl_low_s = self.itl_high_s = self.itl_s
+
+
+def _count(value) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,0 +1,167 @@
+"""Targets on this machine: the companion's own decoder, and a transformers model, on any torch device."""
+
+import inspect
+import random
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..caches import Cache, make_cache
+from ..cost.dtypes import dtype_name
+from ..model import Decoder
+from .points import Point, Run
+from .predict import SUFFIX, Shape
+from .probes import Stopwatch
+
+
+@dataclass
+class Variant:
+    """A decoder with a kind of cache. cache_options: for `make_cache`. kv_dtype: what it stores, or bits."""
+
+    decoder: Decoder
+    cache: str = "contiguous"
+    cache_options: dict = field(default_factory=dict)
+    kv_dtype: str | float | None = None
+
+    def shape(self) -> Shape:
+        own = dtype_name(self.decoder.dtype)
+        return Shape(self.decoder.spec, own, self.kv_dtype or own, own)
+
+    def empty(self, batch: int, max_tokens: int) -> Cache:
+        d = self.decoder
+        return make_cache(
+            self.cache, d.spec, batch=batch, max_tokens=max_tokens, dtype=d.dtype, device=d.device,
+            **self.cache_options,
+        )  # fmt: skip
+
+
+class DecoderTarget:
+    """The companion's decoder, or several variants of it that are compared.
+
+    variants: by name; a plain Decoder is {"base": ...}. watch: a stopwatch of a test's own.
+    """
+
+    def __init__(self, variants: Decoder | dict[str, Variant], *, watch: Stopwatch | None = None):
+        if isinstance(variants, Decoder):
+            variants = {"base": Variant(variants)}
+        self.variants = variants
+        self.shapes = {name: v.shape() for name, v in variants.items()}
+        self.watch = watch or Stopwatch.on(str(next(iter(variants.values())).decoder.device))
+
+    def describe(self) -> dict:
+        first = next(iter(self.variants.values())).decoder
+        return {
+            "kind": "companion decoder",
+            "device": str(first.device),
+            "threads": torch.get_num_threads(),
+            "variants": {name: shape.to_dict() for name, shape in self.shapes.items()},
+        }
+
+    def warm_up(self) -> None:
+        for name in self.variants:
+            self.measure(Point("warm-up", 8, variant=name, new_tokens=2))
+
+    @torch.inference_mode()
+    def measure(self, point: Point) -> Run:
+        v = self.variants.get(point.variant) or next(iter(self.variants.values()))
+        limit = v.decoder.spec.max_context
+        if limit is not None and point.context + point.new_tokens > limit:
+            return Run(fault=f"{point.context} tokens and {point.new_tokens} more; the model takes {limit}")
+        try:
+            return self._measure(v, point)
+        except (ValueError, RuntimeError) as e:  # no room for the cache; a cache that does not fit the model
+            return Run(fault=str(e).splitlines()[0][:200])
+
+    def _measure(self, v: Variant, point: Point) -> Run:
+        d, ids = v.decoder, _ids(point, v.decoder.spec.vocab)
+        cache = v.empty(point.batch, point.context + point.new_tokens)
+        ids = torch.tensor(ids, device=d.device)
+        ttft, known = None, 0
+        if not point.prompt:
+            _fill(cache, point.context)
+        else:
+            if point.variant == "warm" and point.context > SUFFIX:
+                known = point.context - SUFFIX
+                _read(d, ids[:, :known], cache)
+            ttft = self.watch.seconds(lambda: _read(d, ids[:, known:], cache))
+        last = ids[:, -1:]
+        steps = [self.watch.seconds(lambda: d(last, cache, logits="last")) for _ in range(point.new_tokens)]
+        return _run(point, ttft, steps, point.context, known)
+
+
+class TransformersTarget:
+    """A causal language model of transformers, with its DynamicCache."""
+
+    def __init__(self, hf_model: torch.nn.Module, shape: Shape, *, watch: Stopwatch | None = None):
+        self.model, self.shapes = hf_model.eval(), {"base": shape}
+        named = inspect.signature(type(hf_model).forward).parameters
+        self._cache = "cache" if "cache" in named else "past_key_values"  # its name until transformers 5
+        self.watch = watch or Stopwatch.on(str(hf_model.device))
+
+    def describe(self) -> dict:
+        shape = self.shapes["base"].to_dict()
+        facts = {"kind": "transformers", "device": str(self.model.device), "threads": torch.get_num_threads()}
+        return facts | {"variants": {"base": shape}}
+
+    def warm_up(self) -> None:
+        self.measure(Point("warm-up", 8, new_tokens=2))
+
+    @torch.inference_mode()
+    def measure(self, point: Point) -> Run:
+        from transformers import DynamicCache
+
+        if not point.prompt:
+            return Run(
+                fault="a transformers model reads its prompts: points with prompt=False are not for it"
+            )
+        cache = DynamicCache()
+        ids = torch.tensor(_ids(point, self.shapes["base"].spec.vocab), device=self.model.device)
+
+        def forward(ids: Tensor) -> None:
+            self.model(ids, use_cache=True, logits_to_keep=1, **{self._cache: cache})
+
+        known = 0
+        if point.variant == "warm" and point.context > SUFFIX:
+            known = point.context - SUFFIX
+            forward(ids[:, :known])
+        ttft = self.watch.seconds(lambda: forward(ids[:, known:]))
+        last = ids[:, -1:]
+        steps = [self.watch.seconds(lambda: forward(last)) for _ in range(point.new_tokens)]
+        return _run(point, ttft, steps, point.context, known)
+
+
+def _run(point: Point, ttft: float | None, steps: list[float], context: int, known: int) -> Run:
+    itl = statistics.median(steps)
+    return Run(
+        ttft_s=ttft, itl_s=itl, steps_s=steps, context=context, tokens=point.batch * len(steps),
+        tokens_per_second=point.batch / itl if itl else None, cached_tokens=known,
+    )  # fmt: skip
+
+
+def _ids(point: Point, vocab: int) -> list[list[int]]:
+    """Random ids; the same for the same point, so that a resumed study measures the same."""
+    order = random.Random(point.id)
+    return [[order.randrange(vocab) for _ in range(point.context)] for _ in range(point.batch)]
+
+
+def _read(decoder: Decoder, ids: Tensor, cache: Cache) -> None:
+    """A prompt in pieces no longer than the cache takes at once."""
+    piece = cache.step or ids.shape[1]
+    for start in range(0, ids.shape[1], piece):
+        decoder(ids[:, start : start + piece], cache, logits="last")
+
+
+def _fill(cache: Cache, tokens: int) -> None:
+    """Random keys and values for `tokens` tokens, in every layer."""
+    spec, piece = cache.spec, cache.step or tokens
+    heads, width = (1, spec.mla.width) if spec.mla else (spec.kv_heads, spec.head_dim)
+    numbers = torch.Generator(cache.device).manual_seed(0)
+    make = {"generator": numbers, "dtype": cache.dtype, "device": cache.device}
+    for start in range(0, tokens, piece):
+        n = min(piece, tokens - start)
+        for layer in range(spec.layers):
+            keys = torch.randn(cache.batch, heads, n, width, **make)
+            values = None if spec.mla else torch.randn(cache.batch, heads, n, spec.v_head_dim, **make)
+            cache.append(layer, keys, values)

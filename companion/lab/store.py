@@ -1,0 +1,127 @@
+"""One JSON file per study, whole at every moment: what was planned, predicted, measured and concluded.
+
+A prediction is written before the first run of its sweep, and is never written again. The file is replaced
+as a whole after every run, so that an interruption loses the run in progress and nothing else.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from .points import Point, Run
+
+FORMAT, VERSION = "companion lab", 1
+
+
+class Study:
+    """A study in a file: begun anew, or gone on with.
+
+    path      the file; its folder must exist
+    settings  what was asked for. A file begun with other settings is not gone on with: its numbers would mix
+
+    Raises ValueError if the file is no study, a newer one, or has other settings; the file is left as it is.
+    """
+
+    def __init__(self, path: str | Path, settings: Mapping):
+        self.path = Path(path)
+        settings = json.loads(json.dumps(settings))
+        self.resumed = self.path.exists()
+        if self.resumed:
+            self.data = read(self.path)
+            old = self.data["settings"]
+            for k in sorted({*settings, *old}):
+                if settings.get(k) != old.get(k):
+                    raise ValueError(
+                        f"{self.path} was begun with {k}={old.get(k)!r}, and now it is {settings.get(k)!r}; "
+                        "give another file, or the same settings"
+                    )
+        else:
+            self.data = {
+                "format": FORMAT,
+                "version": VERSION,
+                "begun": now(),
+                "settings": settings,
+                "sweeps": {},
+            }
+            self.save()
+
+    def note(self, **facts) -> None:
+        """Keep facts on the machine and the target, unless they are there already."""
+        self.data |= {k: v for k, v in facts.items() if k not in self.data}
+        self.save()
+
+    def begin(
+        self,
+        sweep: str,
+        points: list[Point],
+        predicted: Mapping[str, dict],
+        variants: Sequence[str] = ("base",),
+    ) -> None:
+        """Write down what is planned and predicted, before anything of it is measured.
+
+        What an earlier session wrote stays: more rounds or contexts are added to it, and a prediction once
+        made is never made again. variants: what is compared, the one that others are compared with first.
+        """
+        entry = self.data["sweeps"].setdefault(
+            sweep,
+            {
+                "predicted_at": now(), "predicted": {}, "variants": list(variants), "plan": [],
+                "runs": {}, "faults": {},
+            },
+        )  # fmt: skip
+        entry["predicted"] = {**predicted, **entry["predicted"]}
+        known = {p["id"] for p in entry["plan"]}
+        entry["plan"] += [vars(p) | {"id": p.id, "group": p.group} for p in points if p.id not in known]
+        self.save()
+
+    def missing(self, sweep: str, points: list[Point]) -> list[Point]:
+        """The points without a result, in their order."""
+        done = self.data["sweeps"][sweep]["runs"]
+        return [p for p in points if p.id not in done]
+
+    def add(self, sweep: str, point: Point, run: Run) -> None:
+        """Keep what came of a point: a result, or a fault in a list of its own."""
+        entry = self.data["sweeps"][sweep]
+        if run.fault is None:
+            entry["runs"][point.id] = run.to_dict() | {"at": now()}
+            entry["faults"].pop(point.id, None)
+        else:
+            entry["faults"][point.id] = run.fault
+        self.save()
+
+    def conclude(self, sweep: str, result: Mapping) -> None:
+        self.data["sweeps"][sweep]["result"] = dict(result)
+        self.save()
+
+    def save(self) -> None:
+        """Write beside the file, then put it in the file's place."""
+        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        try:
+            with open(partial, "w", encoding="utf-8") as f:
+                json.dump(self.data, f, indent=1, allow_nan=False)
+                f.flush()
+                os.fsync(f.fileno())
+            partial.replace(self.path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def read(path: str | Path) -> dict:
+    """A study's data. Raises ValueError, naming the file, if it is none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"{path} is no JSON; nothing was changed") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"{path} holds no study of this lab; nothing was changed")
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has version {data.get('version')!r} of the format; this lab reads {VERSION}"
+        )
+    return data
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

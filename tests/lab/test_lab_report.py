@@ -1,0 +1,123 @@
+"""The page: whole by itself, the numbers those of the study, and a server's words harmless."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from bs4 import BeautifulSoup
+from made_up import HERE, MadeUpTarget
+
+from companion.lab.charts import chart, ticks
+from companion.lab.points import batch_points, context_points, shuffled
+from companion.lab.report import report, write_report
+from companion.lab.store import Study, read
+from companion.lab.sweep import sweep
+
+VOID = {"meta", "br"}
+
+
+class Balanced(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+def study(tmp_path):
+    study = Study(tmp_path / "study.json", {})
+    study.note(target={"kind": "made up"}, machine={"processor": "a pencil"}, hardware=vars(HERE), probes=[])
+    plan = shuffled(context_points((64, 256, 1024, 4096), prompt_limit=1024), 3, seed=1)
+    sweep(MadeUpTarget(), plan, study, hardware=HERE)
+    sweep(MadeUpTarget(), shuffled(batch_points((1, 4, 32), context=64), 3, seed=1), study, hardware=HERE)
+    return read(study.path)
+
+
+def test_the_page_asks_for_nothing(study):
+    page = report(study)
+    soup = BeautifulSoup(page, "html.parser")
+    assert not soup.find_all(["script", "link", "img", "iframe", "object", "form", "base", "use", "image"])
+    assert not soup.find_all(attrs={"src": True}) and not soup.find_all(attrs={"href": re.compile("^[^#]")})
+    assert "url(" not in page and "@import" not in page and "http:" not in page and "https:" not in page
+    assert "default-src 'none'" in page
+
+
+def test_the_page_is_well_formed(study):
+    checker = Balanced()
+    checker.feed(report(study))
+    assert checker.open == []
+
+
+def test_the_numbers_are_those_of_the_study(study):
+    text = BeautifulSoup(report(study), "html.parser").get_text(" ")
+    result = study["sweeps"]["context"]["result"]
+    for v in result["verdicts"]:
+        assert v["claim"] in text and v["reason"] in text
+    fit, told = (result["fits"][k]["coefficients"]["slope"] for k in ("itl", "itl predicted"))
+    for value in (fit["value"], fit["low"], fit["high"], told["value"]):
+        assert f"{value * 1e9:,.4g}" in text
+    assert "a pencil" in text and "20.0 GB/s" in text and "leaves the bandwidth line at batch 32" in text
+    assert "12 of 12 runs" in text
+
+
+def test_every_run_is_a_dot_and_every_prediction_a_line(study):
+    charts = BeautifulSoup(report(study), "html.parser").find_all("svg")
+    dots = [len(c.find_all("circle")) for c in charts]
+    assert dots == [12, 9, 9]  # ITL of all, TTFT of the prompts, throughput of the batches
+    assert [len(c.select("path.predicted")) for c in charts] == [1, 1, 1]
+
+
+def test_what_others_say_is_text(study):
+    evil = "<script>alert(1)</script>\"'&"
+    study["target"] = {"kind": "endpoint", "model": evil}
+    study["sweeps"]["context"]["faults"] = {"p": evil}
+    next(iter(study["sweeps"]["context"]["runs"].values()))["note"] = evil
+    study["sweeps"]["context"]["result"]["verdicts"][0]["reason"] = evil
+    page = report(study)
+    assert "<script" not in page and page.count("&lt;script&gt;") >= 5
+
+
+def test_a_study_just_begun_has_a_page(tmp_path):
+    study = Study(tmp_path / "s.json", {})
+    assert "Nothing has been concluded yet" in report(study.data)
+    study.begin("context", context_points((8,)), {})
+    page = report(study.data)
+    assert "0 of 1 runs" in page and "<svg" not in page
+
+
+def test_an_interrupted_sweep_has_a_page(tmp_path):
+    study = Study(tmp_path / "s.json", {})
+    with pytest.raises(KeyboardInterrupt):
+        sweep(MadeUpTarget(interrupt=2), context_points((8, 16, 32)), study)
+    assert "2 of 3 runs" in report(read(study.path))
+
+
+def test_the_page_is_written_whole(study, tmp_path):
+    write_report(study, tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text(encoding="utf-8") == report(study)
+    assert not (tmp_path / "r.html.part").exists()
+
+
+@pytest.mark.parametrize("most", [1e-9, 0.03, 1, 7, 99.9, 100, 131072, 3.3e12])
+def test_ticks_are_round_and_enclose(most):
+    t = ticks(most)
+    assert t[0] == 0 and t[-1] >= most * (1 - 1e-9) and t[-2] < most and 4 <= len(t) <= 9
+
+
+def test_a_dot_lies_where_its_number_is():
+    svg = BeautifulSoup(chart("t", "x", "y", {"a": [(0, 0), (100, 10)]}, {}), "html.parser")
+    low, high = ((float(c["cx"]), float(c["cy"])) for c in svg.find_all("circle"))
+    assert low == (64, 216) and high == (544, 16)
+
+
+def test_nothing_measured_is_no_chart():
+    assert chart("t", "x", "y", {}, {"a": [(1, 1)]}) == ""
