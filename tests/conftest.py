@@ -1,12 +1,16 @@
 """Shared by all tests: shapes in signatures are checked at run time, and torch uses one thread."""
 
+import ast
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts; two workers share the machine
 
 import pytest
-from jaxtyping import install_import_hook
+from jaxtyping import _import_hook, install_import_hook
 
+# Kernels are no Python functions: Triton reads their source, and the hook has to pass over them.
+_unchecked = _import_hook._is_no_type_check
+_import_hook._is_no_type_check = lambda node: _unchecked(node) or ast.unparse(node).startswith("triton.jit")
 # Before anything of companion is imported: every call of an annotated function is checked from here on.
 install_import_hook("companion", "typecheck.check")  # tests/typecheck.py
 

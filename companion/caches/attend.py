@@ -1,7 +1,8 @@
 """Attention over stored keys and values: the reference's meaning, by the fastest way that this case allows.
 
-Three ways, all equal to `companion.attention.sdpa` within rounding:
+Four ways, all equal to `companion.attention.sdpa` within rounding:
 
+- few queries per row on a GPU: the Triton kernel (`dispatch.py`);
 - one query per row and nothing to hide: two batched products in which the query heads that share a key head
   are rows of one matrix, so that every key and value is read once per group and not once per head;
 - the first chunk of a sequence: torch's fused causal attention;
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import sdpa
+from .dispatch import decode
 
 
 def decode_packed(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None) -> Tensor:
@@ -56,6 +58,10 @@ def attend(q, k, v, *, starts, stops, window, softmax_scale, softcap, sinks, ret
     starts: position of each row's first query. stops: tokens in each row. window: tokens seen, or None.
     """
     S, n = q.shape[2], k.shape[2]
+    options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=return_lse)
+    caches = k.transpose(1, 2), v.transpose(1, 2)
+    if (found := decode(q, *caches, starts=starts, stops=stops, window=window, **options)) is not None:
+        return found
     even = all(x == starts[0] for x in starts) and all(x == n for x in stops) and starts[0] + S == n
     short = window is None or n <= window
     if even and n and S and is_plain(q, softmax_scale, softcap, sinks, return_lse):
@@ -68,7 +74,6 @@ def attend(q, k, v, *, starts, stops, window, softmax_scale, softcap, sinks, ret
                 q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True
             )
     seen = visible_slots(starts, stops, S, n, window, q.device)
-    options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=return_lse)
     return attend_seen(q, k, v, seen, **options)
 
 

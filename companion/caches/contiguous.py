@@ -8,6 +8,7 @@ import torch
 
 from .attend import attend
 from .base import Cache, refuse_latent
+from .dispatch import write
 
 
 class ContiguousCache(Cache):
@@ -72,6 +73,8 @@ def _write(store: torch.Tensor, x: torch.Tensor, before: list[int], new: list[in
     start, count = before[0], new[0]
     if all(b == start and n == count for b, n in zip(before, new)):
         store[:, :, start : start + count] = x[:, :, :count]  # one copy for the common case
+        return
+    if write(x, None, store.transpose(1, 2), None, before=before, counts=new):
         return
     for row, (b, n) in enumerate(zip(before, new)):
         store[row, :, b : b + n] = x[row, :, :n]

@@ -148,6 +148,14 @@ class Packed:
     def _units(self, name: str, low: int, high: int) -> Tensor:
         return self.fields[name][:, :, low * self.lines[name] : high * self.lines[name]]
 
+    def kernel_view(self, name: str) -> Tensor:
+        """A field as the kernels read it, (B, tokens, H, width); in pages, (num_blocks, lines, H, width)."""
+        return self.fields[name].transpose(1, 2)
+
+    def table(self) -> Tensor | None:
+        """The rows' blocks, int32 (B, columns), for pages."""
+        return None
+
     @property
     def nbytes(self) -> int:
         whole = 0 if self.whole is None else self.whole.nbytes
@@ -183,3 +191,11 @@ class PagedPacked(Packed):
         store = self.fields[name]
         index = torch.tensor(table, dtype=torch.long, device=store.device)
         return store[:, index.flatten()].unflatten(1, (B, -1)).transpose(0, 1).flatten(2, 3)
+
+    def kernel_view(self, name: str) -> Tensor:
+        return self.fields[name].permute(1, 2, 0, 3)
+
+    def table(self) -> Tensor:
+        ids = [list(self.blocks(row)) for row in range(self.batch)]
+        padded = [row + [-1] * (max(map(len, ids)) - len(row)) for row in ids]
+        return torch.tensor(padded, dtype=torch.int32, device=self.fields["codes"].device)

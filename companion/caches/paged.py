@@ -19,6 +19,7 @@ from ..cost import ModelSpec
 from ..paging import BlockManager, PagedSequence, blocks_needed
 from .attend import attend
 from .base import Cache, refuse_latent
+from .dispatch import decode, write
 from .tables import Entry, RowTables
 
 
@@ -144,24 +145,22 @@ class PagedCache(Cache):
         before, new = self._plan(layer, k.shape[2], lengths)
         # The first layer of a step reserves slots for all layers, and copies what a fork still shares.
         self.storage.copy(self._tables.reserve([b + n for b, n in zip(before, new)]))
-        for row, (b, n) in enumerate(zip(before, new)):
-            if n:
-                self.storage.write(layer, self._slots(row, b, n), k[row, :, :n], v[row, :, :n])
+        slots = [self._tables.table(row).slots(b, b + n) for row, (b, n) in enumerate(zip(before, new))]
+        pages = self.storage.k_cache(layer), self.storage.v_cache(layer)
+        if not write(k, v, *pages, slots=slots):
+            for row, at in enumerate(slots):
+                if at:
+                    self.storage.write(layer, self._index(at), k[row, :, : len(at)], v[row, :, : len(at)])
         self._commit(layer, before, new)
 
-    def _slots(self, row: int, start: int, n: int) -> Tensor | slice:
-        """Where tokens start .. start + n - 1 of a row lie; one token as a slice, which is written faster."""
-        slots = self._tables.table(row).slots(start, start + n)
-        return slice(slots[0], slots[0] + 1) if n == 1 else torch.tensor(slots, device=self.device)
+    def _index(self, slots: list[int]) -> Tensor | slice:
+        """Where to write; one token as a slice, which is faster."""
+        return slice(slots[0], slots[0] + 1) if len(slots) == 1 else torch.tensor(slots, device=self.device)
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
         self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
-        k, v = self._gathered(layer, self._workspace())
-        return attend(
-            q,
-            k,
-            v,
+        options = dict(
             starts=self._starts(layer, q.shape[2]),
             stops=self._rows[layer],
             window=self._window(layer),
@@ -170,6 +169,9 @@ class PagedCache(Cache):
             sinks=sinks,
             return_lse=return_lse,
         )
+        pages = self.storage.k_cache(layer), self.storage.v_cache(layer)
+        found = decode(q, *pages, table=self._tables.tensor(), **options)
+        return attend(q, *self._gathered(layer, self._workspace()), **options) if found is None else found
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """All stored keys and values in order, (B, Hkv, n, D) each; for rows of one length."""

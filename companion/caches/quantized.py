@@ -17,6 +17,7 @@ from ..attention import merge_partials, sdpa
 from ..quantize import Codec, codec
 from ..quantize.codec import LIMIT
 from .base import Cache, refuse_latent
+from .dispatch import decode_packed_part
 from .packed import TailedLayer
 
 TILE = 1024  # quantized tokens that are dequantized at a time
@@ -93,13 +94,18 @@ class QuantizedCache(Cache):
         window = self._window(layer)
         options = dict(softmax_scale=softmax_scale, softcap=softcap, return_lse=True)
         parts = []
-        deep = min(max(min(a, b) for a, b in zip(store.quantized, stops)), max(rows))
+        limits = [min(a, b) for a, b in zip(store.quantized, stops)]
+        deep = min(max(limits), max(rows))
+        place = dict(starts=self._starts(layer, S), stops=limits, window=window)
+        found = decode_packed_part(q, store, **place, softmax_scale=softmax_scale, softcap=softcap)
+        if found is not None:
+            parts, deep = [found], 0
         first = 0 if window is None or not S else max(0, int(at.min()) - window + 1) // TILE * TILE
         for a in range(first, deep, TILE):
             b = min(a + TILE, deep)
             k, v = store.tile(a, b)
             held = torch.arange(a, b, device=self.device).expand(self.batch, -1)
-            limit = torch.tensor([min(x, y) for x, y in zip(store.quantized, stops)], device=self.device)
+            limit = torch.tensor(limits, device=self.device)
             held = torch.where(held < limit[:, None], held, -1)
             parts.append(sdpa(q, k.to(q.dtype), v.to(q.dtype), key_mask=_seen(held, at, window), **options))
         k, v, held = store.recent(rows, step, self.device)

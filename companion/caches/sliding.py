@@ -8,9 +8,11 @@ Layers of type "full" are stored whole. The first `sink_tokens` tokens can be ke
 
 import torch
 
+from ..kernels.policy import wanted as by_kernel
 from .attend import attend, attend_seen
 from .base import Cache, refuse_latent
 from .contiguous import _write
+from .dispatch import decode, pages_of_one
 
 
 class SlidingCache(Cache):
@@ -74,6 +76,11 @@ class SlidingCache(Cache):
         if self._window(layer) is None:
             return attend(q, k, v, starts=starts, stops=stops, window=None, **options)
         self._check_held(layer, starts, S)
+        if S == 1 and by_kernel(q, k, v):
+            at, pages = self._in_view(layer, starts), (pages_of_one(s[layer]) for s in (self._k, self._v))
+            found = decode(q, *pages, **at, window=None, **options)
+            if found is not None:
+                return found
         # The order of the slots does not matter: a key carries its position in its rotation.
         return attend_seen(q, k, v, self._seen(layer, starts, S, n), **options)
 
@@ -98,6 +105,18 @@ class SlidingCache(Cache):
         # After a crop a slot may have lost both: the token that was dropped and the one that it overwrote.
         there = (position < stop) & ((position >= gone) | (position < self.sink_tokens))
         return torch.where(there, position, -1)
+
+    def _in_view(self, layer: int, starts: list[int]) -> dict:
+        """For one query a row: the pages that it sees, as a block table, and how many they are."""
+        s, last = self.sink_tokens, [min(a, n - 1) for a, n in zip(starts, self._rows[layer])]
+        sinks = [min(s, p + 1) for p in last]
+        first = [max(s, p - self.spec.window + 1) for p in last]
+        stops = [a + max(0, p + 1 - lo) for a, p, lo in zip(sinks, last, first)]
+        n, first = torch.tensor([sinks, first], device=self.device)[..., None]  # (B, 1) each
+        column = torch.arange(s + self.spec.window, device=self.device)
+        slot = self._slot(torch.where(column < n, column, first + column - n))
+        row = torch.arange(self.batch, device=self.device)[:, None] * self.spec.kv_heads * self._slots[layer]
+        return {"table": (slot + row).int(), "stops": stops, "starts": [n - 1 for n in stops]}
 
     def _check_held(self, layer: int, starts: list[int], S: int) -> None:
         """Every query's window must still be there: a look back is as deep as the ring allows."""

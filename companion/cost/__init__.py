@@ -8,6 +8,7 @@ Bytes are integers. `models` and `hardware` are read-only tables whose rows carr
 function takes a name from them or a spec of one's own.
 """
 
+from .compare import Comparison
 from .counts import (
     ParameterCount,
     active_parameters,
@@ -18,6 +19,7 @@ from .counts import (
 )
 from .devices import HardwareSpec
 from .dtypes import BITS, bits_per_value
+from .flags import vllm_flags
 from .flops import (
     attention_crossover,
     attention_flops_per_key,
@@ -29,6 +31,8 @@ from .flops import (
     prefill_attention_flops,
     prefill_flops,
 )
+from .gguf import read_gguf
+from .levers import Lever, levers
 from .memory import (
     cached_values,
     kv_bytes,
@@ -40,6 +44,7 @@ from .memory import (
     weight_bytes_read,
 )
 from .page import live
+from .pages import Pages
 from .registry import UnknownName, hardware, models
 from .routing import RoutingSpec
 from .sharding import cache_copies, rank_parameters, rank_spec
@@ -59,12 +64,15 @@ from .wire import Exchange, ParallelBytes, Wire, on_wire, parallel_bytes
 __all__ = [
     "BITS",
     "Bar",
+    "Comparison",
     "Crossings",
     "Exchange",
     "HardwareSpec",
+    "Lever",
     "MLASpec",
     "MoESpec",
     "ModelSpec",
+    "Pages",
     "ParallelBytes",
     "ParameterCount",
     "RoutingSpec",
@@ -95,6 +103,7 @@ __all__ = [
     "kv_bytes_per_token",
     "kv_fixed_bytes",
     "kv_growth_per_token",
+    "levers",
     "linear_state_bytes",
     "live",
     "matmul_parameters",
@@ -109,10 +118,12 @@ __all__ = [
     "prefill_flops",
     "rank_parameters",
     "rank_spec",
+    "read_gguf",
     "share_of_cache",
     "size",
     "speculative_speedup",
     "verify_pass",
+    "vllm_flags",
     "weight_bytes",
     "weight_bytes_read",
 ]

@@ -1,147 +1,161 @@
-"""`companion size`: a deployment sized on the command line, as a table or as JSON."""
+"""`companion size`: a deployment sized on the command line, as a table, as JSON, as a picture."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 from pathlib import Path
+from typing import Any
 
-from .registry import _plain, hardware, models
+from .compare import Comparison, table
+from .devices import HardwareSpec
+from .flags import vllm_flags
+from .levers import levers
+from .options import add_arguments
+from .plot import contexts_for, first_context, stack, svg
+from .registry import _plain, hardware
+from .report import details, report
+from .schema import VERSION
 from .sizing import Sizing, size
+from .sources import Source, find_source, with_weights
 from .spec import ModelSpec
 
-_BAR = 48
-# vLLM's --kv-cache-dtype takes these names of ours; others have no flag.
-_VLLM_KV = {"fp8": "fp8", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-
-
-def _format(text: str) -> str | float:
-    """A format's name, or a number of bits per value."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `companion size`."""
-    parser.add_argument("model", help=f"path to a Hugging Face config.json, or one of: {', '.join(models)}")
-    parser.add_argument("--hardware", required=True, help=f"one of: {', '.join(hardware)}")
-    parser.add_argument("--batch", type=int, default=1, help="sequences at once (default 1)")
-    parser.add_argument("--context", type=int, default=8192, help="tokens cached for each (default 8192)")
-    parser.add_argument("--weights", type=_format, default="bf16", help="format, or bits per value")
-    parser.add_argument("--experts", type=_format, help="another format for the routed experts, e.g. mxfp4")
-    parser.add_argument("--kv", type=_format, default="bf16", help="format of the cache (default bf16)")
-    parser.add_argument("--devices", type=int, default=1, help="devices that hold it together (default 1)")
-    parser.add_argument("--overhead-bytes", type=int, default=0, help="per device, not counted (default 0)")
-    parser.add_argument("--block-size", type=int, help="tokens per block of a paged cache")
-    parser.add_argument("--efficiency", type=float, default=1.0, help="share of the peak reached (default 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+__all__ = ["add_arguments", "find_model", "report", "run"]
 
 
 def find_model(text: str) -> ModelSpec:
-    """A model by name, or from the path of a configuration if `text` looks like one or exists."""
-    if _plain(text) in models:
-        return models[text]
-    if text.endswith(".json") or text.startswith((".", "~", os.sep)) or Path(text).exists():
-        return ModelSpec.from_config(Path(text).expanduser())
-    return models[text]  # raises, with the near names
+    """A model by name, or from a configuration, a folder or a GGUF file."""
+    return find_source(text).spec
 
 
 def run(args: argparse.Namespace) -> int:
-    """Size and print; returns 0 whether it fits or not. Raises ValueError for bad arguments."""
-    sizing = size(
-        find_model(args.model),
-        args.hardware,
-        batch=args.batch,
-        context=args.context,
-        weights=args.weights,
-        kv=args.kv,
-        devices=args.devices,
-        experts=args.experts,
-        overhead_bytes=args.overhead_bytes,
-        block_size=args.block_size,
-        efficiency=args.efficiency,
+    """Size and print. Raises ValueError for bad arguments."""
+    if args.plot and not args.plot.lower().endswith(".svg"):
+        raise ValueError(f"--plot writes SVG; name a file that ends in .svg, not {args.plot!r}")
+    if args.compare:
+        return _compare(args)
+    if args.model is None:
+        raise ValueError("a model is required: a name, a config.json, a folder or a .gguf file (see --help)")
+    source, device, arguments = _question(args, args.model, args.hardware)
+    sizing = size(source.spec, device, **arguments)
+    crossings = _crossings(source.spec, device, arguments, sizing)
+    better = levers(source.spec, device, **arguments)
+    if args.plot:
+        _plot(Path(args.plot).expanduser(), source.spec, device, arguments, sizing, crossings)
+    if args.json:
+        answer = {
+            **sizing.to_dict(),
+            "schema": VERSION,
+            "notes": list(source.notes),
+            "crossings": crossings,
+            "levers": [lever.to_dict() for lever in better],
+            "vllm": vllm_flags(sizing).to_dict() if sizing.fits else None,
+        }
+        print(json.dumps(answer, indent=2))
+    else:
+        print(report(sizing))
+        print(details(sizing, crossings, better, source.notes, args.plot))
+    return 1 if args.check and not sizing.fits else 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    a, b = args.compare
+    if args.plot:
+        raise ValueError("--plot draws one deployment; leave it out with --compare")
+    devices = [_plain(name) in hardware for name in (a, b)]
+    if all(devices):
+        if args.model is None:
+            raise ValueError(f"--compare {a} {b} compares two devices: name the model first")
+        if args.hardware is not None:
+            raise ValueError(f"--compare {a} {b} compares two devices: leave --hardware out")
+        pairs = [(args.model, a), (args.model, b)]
+    elif any(devices):
+        raise ValueError(f"--compare takes two models or two devices, not {a!r} and {b!r}")
+    else:
+        if args.model is not None:
+            raise ValueError(f"--compare {a} {b} compares two models: leave {args.model!r} out")
+        pairs = [(a, args.hardware), (b, args.hardware)]
+    sizings = []
+    for model, device in pairs:
+        source, spec, arguments = _question(args, model, device)
+        sizings.append(size(source.spec, spec, **arguments))
+    both = Comparison(*sizings)
+    print(json.dumps({"schema": VERSION, **both.to_dict()}, indent=2) if args.json else table(both))
+    return 1 if args.check and not all(s.fits for s in sizings) else 0
+
+
+def _question(
+    args: argparse.Namespace, model: str, device: str | None
+) -> tuple[Source, HardwareSpec, dict[str, Any]]:
+    """What is asked: the model, the device, and the arguments of `size`."""
+    spec = _device(args, device)
+    source = find_source(model, like=args.like)
+    if args.weights is not None or args.weights_bytes is not None:
+        if args.weights is not None and args.weights_bytes is not None:
+            raise ValueError("--weights is a format and --weights-bytes a figure for all; give one of them")
+        source = with_weights(source)
+    arguments: dict[str, Any] = {
+        name: getattr(args, name)
+        for name in (
+            "batch", "context", "kv", "devices", "tensor", "expert", "kv_sharding", "block_size", "pages",
+            "step_tokens", "activation_bytes", "overhead_bytes", "overhead_seconds", "efficiency",
+            "weights_bytes", "link_bandwidth", "link_latency",
+        )
+    }  # fmt: skip
+    arguments |= {"weights": args.weights or "bf16", "experts": args.experts, "compute_dtype": args.compute}
+    if args.weights == 0:
+        arguments["weights"] = 0  # refused by `size`, which names it
+    stored = dict(source.stored)
+    if args.experts is not None:
+        stored.pop("experts", None)
+    return source, spec, {**arguments, **stored}
+
+
+def _device(args: argparse.Namespace, name: str | None) -> HardwareSpec:
+    own = [x for x in (args.memory, args.bandwidth, args.flops) if x is not None]
+    if name is None:
+        if len(own) < 3:
+            raise ValueError(
+                f"--hardware is required, one of: {', '.join(hardware)}; or all of --memory, --bandwidth, "
+                "--flops"
+            )
+        return HardwareSpec("this device", args.memory, args.bandwidth, {args.compute or "bf16": args.flops})
+    return hardware[name].with_measured(
+        device_bytes=args.memory, bandwidth=args.bandwidth, flops=args.flops, dtype=args.compute
     )
-    print(json.dumps(sizing.to_dict(), indent=2) if args.json else report(sizing))
-    return 0
 
 
-def _row(label: str, note: str, count: int) -> str:
-    return f"{label:<10} {note:<9} {count:>21,} B {count / 2**30:>10,.2f} GiB {count / 1e9:>10,.2f} GB"
+def _crossings(
+    model: ModelSpec, device: HardwareSpec, arguments: dict[str, Any], sizing: Sizing
+) -> dict[str, int | None]:
+    """Tokens per sequence from which the cache is no smaller than the weights, and from which it is full."""
+
+    def as_large(tokens: int) -> bool:
+        s = size(model, device, **{**arguments, "context": tokens})
+        return s.kv_bytes_per_device >= s.weights_bytes_per_device
+
+    full = None if sizing.max_context is None else sizing.max_context + 1
+    return {"cache_equals_weights": first_context(as_large), "full": full}
 
 
-def _bar(sizing: Sizing) -> str:
-    """Weights as #, cache as =, free memory as dots, on the scale of the larger of need and memory."""
-    memory = sizing.device_bytes * sizing.devices
-    scale = _BAR / max(memory, sizing.total_bytes)
-    weights = round(sizing.weights_bytes * scale)
-    used = max(weights, round(sizing.total_bytes * scale))
-    bar = ("#" * weights + "=" * (used - weights)).ljust(_BAR, ".")
-    if not sizing.fits:
-        edge = round(memory * scale)
-        bar = bar[:edge] + "|" + bar[edge:]
-    return f"[{bar}] {sizing.total_bytes / memory:.0%} of the memory   # weights  = cache"
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:,.2f} s"
-    return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} us"
-
-
-def vllm_command(sizing: Sizing) -> str:
-    """The vLLM command line that realises the choice, with a comment where no flag does."""
-    parts = ["vllm serve CHECKPOINT", f"--max-model-len {sizing.context}", f"--max-num-seqs {sizing.batch}"]
-    if sizing.devices > 1:
-        parts.append(f"--tensor-parallel-size {sizing.devices}")
-    if sizing.weights_dtype == "fp8":
-        parts.append("--quantization fp8")
-    notes = []
-    if sizing.kv_dtype in _VLLM_KV:
-        parts.append(f"--kv-cache-dtype {_VLLM_KV[sizing.kv_dtype]}")
-    elif sizing.kv_dtype not in ("bf16", "fp16"):
-        notes.append(f"no flag for a {sizing.kv_dtype} cache")
-    if sizing.weights_dtype not in ("bf16", "fp16", "fp32", "fp8"):
-        notes.append(f"CHECKPOINT must be stored as {sizing.weights_dtype}")
-    share = sizing.bytes_per_device / sizing.device_bytes
-    if share > 0.9:  # vLLM's default share of the memory
-        parts.append(f"--gpu-memory-utilization {min(1.0, math.ceil(share * 100) / 100):.2f}")
-    return " ".join(parts) + (f"   # {'; '.join(notes)}" if notes else "")
-
-
-def report(sizing: Sizing) -> str:
-    """The human-readable answer: bytes, GiB and GB side by side, then what follows from them."""
-    memory = sizing.device_bytes * sizing.devices
-    lines = [
-        f"{sizing.model} on {sizing.devices} x {sizing.hardware}: "
-        f"{sizing.batch:,} {'sequence' if sizing.batch == 1 else 'sequences'} of {sizing.context:,} tokens",
-        "",
-        _row("weights", sizing.weights_dtype, sizing.weights_bytes),
-        _row("cache", sizing.kv_dtype, sizing.kv_bytes),
+def _plot(
+    path: Path,
+    model: ModelSpec,
+    device: HardwareSpec,
+    arguments: dict[str, Any],
+    sizing: Sizing,
+    crossings: dict,
+) -> None:
+    contexts = contexts_for(sizing.context, crossings["full"])
+    stacks = [stack(size(model, device, **{**arguments, "context": n})) for n in contexts]
+    title = f"{sizing.model} on {sizing.devices} x {sizing.hardware}, {sizing.batch:,} sequences"
+    subtitle = f"weights {sizing.weights_dtype}, cache {sizing.kv_dtype}"
+    marks = [
+        f"{label} {tokens:,} tokens"
+        for label, tokens in (
+            ("cache as large as the weights at", crossings["cache_equals_weights"]),
+            ("memory full at", crossings["full"]),
+        )
+        if tokens is not None
     ]
-    rest = sizing.total_bytes - sizing.weights_bytes - sizing.kv_bytes
-    if rest > sizing.devices:  # copies of heads and stated overhead; below that it is rounding
-        lines.append(_row("other", "", rest))
-    lines += [_row("total", "", sizing.total_bytes), _row("memory", "", memory), _bar(sizing), ""]
-    growth, every = sizing.kv_growth_bytes_per_token, sizing.kv_bytes_per_token
-    grows = f", {growth:,} B once the windows are full" if growth != every else ""
-    lines.append(f"cache per token  {every:,} B ({every / 1024:,.1f} KiB){grows}")
-    longest = "unbounded" if sizing.max_context is None else f"{sizing.max_context:,} tokens"
-    limit = f" (the model's limit: {sizing.model_max_context:,})" if sizing.model_max_context else ""
-    lines.append(f"fits             {'yes' if sizing.fits else 'no'}")
-    lines.append(f"users            {sizing.max_batch:,} at {sizing.context:,} tokens")
-    lines.append(f"longest context  {longest} at batch {sizing.batch:,}{limit}")
-    if sizing.fits:
-        lines.append(
-            f"decode           at most {sizing.decode_tokens_per_second:,.0f} tokens/s, "
-            f"{_duration(sizing.decode_seconds)} a step; bound by {sizing.bound_by}"
-        )
-        lines.append(
-            f"first token      at least {_duration(sizing.ttft_seconds)} for {sizing.context:,} prompt tokens"
-        )
-        lines += ["", vllm_command(sizing)]
-    lines += [f"warning: {note}" for note in sizing.warnings]
-    return "\n".join(lines)
+    path.write_text(svg(stacks, title=title, subtitle=subtitle, marks=["; ".join(marks)]), encoding="utf-8")

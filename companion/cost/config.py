@@ -7,122 +7,19 @@ cannot count is an error that names the field, never a guess.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from .families import DEFAULTS, FIXED, MOE_FIXED, SAME_AS, WINDOW_EVERYWHERE
+from .families import FIXED, MOE_FIXED, SAME_AS, WINDOW_EVERYWHERE
+from .reader import Reader, language_model, read_config
+from .refusals import refuse
 from .routing import routing_of
 from .spec import MLASpec, ModelSpec, MoESpec, whole
 
-_NESTED = ("text_config", "language_config", "llm_config")
-_ALIASES = {
-    "hidden_size": ("n_embd",),
-    "num_hidden_layers": ("n_layer",),
-    "num_attention_heads": ("n_head",),
-    "num_key_value_heads": ("num_kv_heads",),
-    "intermediate_size": ("n_inner",),
-    "max_position_embeddings": ("n_positions",),
-    "hidden_activation": ("hidden_act", "activation_function"),
-    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-    "num_experts": ("num_local_experts", "n_routed_experts"),
-    "sliding_window_pattern": ("_sliding_window_pattern",),
-}
-# Layers that keep something else than keys and values, or share them: not counted here.
-_UNSUPPORTED = (
-    "attn_layer_period",
-    "full_attention_interval",
-    "hybrid_override_pattern",
-    "linear_num_key_heads",
-    "mamba_d_state",
-    "num_kv_shared_layers",
-)
 _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "sliding"}
 
 
-class _Reader:
-    """Reads checked fields of one configuration, with the family's defaults behind it."""
-
-    def __init__(self, config: Mapping, kind: str, owner: str):
-        self.config, self.owner = config, owner
-        self.defaults = DEFAULTS.get(kind, {})
-
-    def raw(self, field: str, default: Any = None) -> Any:
-        names = [n for n in (field, *_ALIASES.get(field, ())) if n in self.config]
-        for name in names:
-            if self.config[name] is not None:
-                return self.config[name]
-        # An explicit null switches a family's default off (Mistral v0.2: "sliding_window": null).
-        return None if names else self.defaults.get(field, default)
-
-    def integer(self, field: str, default: Any = ..., *, zero: bool = False) -> Any:
-        value = self.raw(field)
-        if value is None:
-            if default is ...:
-                raise ValueError(f"{self.owner}: {field} is missing")
-            return default
-        return whole(self.owner, field, value, zero=zero)
-
-    def text(self, field: str, default: str) -> str:
-        value = self.raw(field)
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"{self.owner}: {field} must be a string, got {value!r}")
-        return value or default
-
-    def number(self, field: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"{self.owner}: {field} must be a positive number, got {value!r}")
-        return float(value)
-
-    def flag(self, field: str, default: bool = False) -> bool:
-        value = self.raw(field)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.owner}: {field} must be true or false, got {value!r}")
-        return value
-
-
-def read_config(config: Mapping | str | os.PathLike) -> tuple[dict, str | None]:
-    """The configuration as a dict, and a name taken from the path (None for a dict)."""
-    if isinstance(config, Mapping):
-        return dict(config), None
-    if not isinstance(config, str | os.PathLike):
-        raise ValueError(f"config must be a dict or a path to config.json, got {type(config).__name__}")
-    path = Path(config)
-    if path.is_dir():
-        path = path / "config.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ValueError(f"config: cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"config: {path} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"config: {path} must hold a JSON object, got {type(data).__name__}")
-    stem = path.parent.resolve().name if path.stem == "config" else path.stem
-    return data, stem or None
-
-
-def _language_model(config: dict) -> dict:
-    """The part that describes the language model; a vision tower is not counted."""
-    for key in _NESTED:
-        inner = config.get(key)
-        if inner is None:
-            continue
-        if not isinstance(inner, Mapping):
-            raise ValueError(f"config: {key} must be an object, got {inner!r}")
-        merged = dict(inner)
-        for field in ("model_type", "tie_word_embeddings"):
-            if field in config and merged.get(field) is None:
-                merged[field] = config[field]
-        return merged
-    return config
-
-
-def _rope(read: _Reader) -> tuple[float | None, dict | None, float]:
+def _rope(read: Reader) -> tuple[float | None, dict | None, float]:
     """Base, scaling (None for the plain one) and rotated share of the head."""
     ropes = read.raw("rope_parameters")
     if ropes is None:
@@ -142,7 +39,7 @@ def _rope(read: _Reader) -> tuple[float | None, dict | None, float]:
     return theta, (None if plain else ropes), read.number("partial_rotary_factor", partial)
 
 
-def _layer_types(read: _Reader, kind: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
+def _layer_types(read: Reader, kind: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
     """The window (None if no layer has one) and the type of every layer."""
     listed = read.raw("layer_types")
     window = read.integer("sliding_window", None, zero=True) or None
@@ -178,7 +75,7 @@ def _layer_types(read: _Reader, kind: str, layers: int) -> tuple[int | None, tup
     return None, ("full",) * layers
 
 
-def _mla(read: _Reader) -> MLASpec | None:
+def _mla(read: Reader) -> MLASpec | None:
     if read.raw("kv_lora_rank") is None:
         return None
     return MLASpec(
@@ -190,7 +87,7 @@ def _mla(read: _Reader) -> MLASpec | None:
     )
 
 
-def _moe(read: _Reader, kind: str, ffn: int, layers: int) -> MoESpec | None:
+def _moe(read: Reader, kind: str, ffn: int, layers: int) -> MoESpec | None:
     experts = read.integer("num_experts", None, zero=True)
     if not experts:
         return None
@@ -237,22 +134,15 @@ def parse_config(config: Mapping | str | os.PathLike, name: str | None = None) -
     Raises ValueError naming the field that is missing, ill-typed or inconsistent.
     """
     data, stem = read_config(config)
-    data = _language_model(data)
+    data = language_model(data)
     kind = data.get("model_type") or "unknown"
     if not isinstance(kind, str):
         raise ValueError(f"config: model_type must be a string, got {kind!r}")
     family = SAME_AS.get(kind, kind)
     name = name or stem or kind
-    read = _Reader(data, family, f"config of {name!r}")
+    read = Reader(data, family, f"config of {name!r}")
     fixed = dict(FIXED.get(family, {}))
-    for field in _UNSUPPORTED:
-        if data.get(field):
-            raise ValueError(
-                f"{read.owner}: {field} is set; layers without a cache of their own aren't supported"
-            )
-    if read.flag("is_encoder_decoder"):
-        raise ValueError(f"{read.owner}: is_encoder_decoder must be false; only decoders are counted")
-
+    refuse(data, family, read.owner)
     d_model = read.integer("hidden_size")
     layers = read.integer("num_hidden_layers")
     heads = read.integer("num_attention_heads")
@@ -272,6 +162,8 @@ def parse_config(config: Mapping | str | os.PathLike, name: str | None = None) -
             f"{read.owner}: num_key_value_heads must divide num_attention_heads={heads}, got {kv_heads}"
         )
     moe = _moe(read, family, ffn, layers)
+    if moe and read.flag("mlp_bias"):
+        raise ValueError(f"{read.owner}: mlp_bias is true; biases beside experts are not counted")
     window, types = _layer_types(read, family, layers)
     theta, scaling, partial = _rope(read)
     everywhere = read.flag("use_bias")  # StarCoder2's one switch

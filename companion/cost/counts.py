@@ -26,7 +26,7 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(vars(self).values())
 
     def to_dict(self) -> dict[str, int]:
         return {**asdict(self), "total": self.total}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 
 from .dtypes import dtype_name
@@ -64,6 +64,25 @@ class HardwareSpec:
         if not isinstance(flops, Mapping):
             flops = {"fp32": flops}
         return cls(name, device_bytes, bandwidth, flops, status="measured", source="measured here")
+
+    def with_measured(
+        self, *, device_bytes: int | None = None, bandwidth: float | None = None, flops=None, dtype=None
+    ) -> HardwareSpec:
+        """The same device with some of its figures replaced; None keeps the row's.
+
+        flops  operations per second in `dtype`, or in the device's default format
+        """
+        if device_bytes is None and bandwidth is None and flops is None:
+            return self
+        rates = dict(self.flops)
+        if flops is not None:
+            rates[dtype_name(dtype or self.default_compute)] = flops
+        return replace(
+            self,
+            device_bytes=self.device_bytes if device_bytes is None else device_bytes,
+            bandwidth=self.bandwidth if bandwidth is None else bandwidth,
+            flops=rates,
+        )
 
     def peak(self, dtype="bf16") -> float:
         """Operations per second in `dtype`; ValueError if the device has no such units."""

@@ -39,6 +39,7 @@ DEFAULTS: dict[str, dict] = {
     "gemma2": {**_GEMMA, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3_text": _GEMMA3_TEXT,
     "glm4_moe": {"partial_rotary_factor": 0.5},
+    "gpt_neox": {"attention_bias": True, "mlp_bias": True},
     "gpt2": {
         "tie_word_embeddings": True,
         "hidden_activation": "gelu_new",
@@ -58,6 +59,7 @@ DEFAULTS: dict[str, dict] = {
 }
 
 FIXED: dict[str, dict] = {
+    "arcee": {"gated": False},
     "cohere": {"norms_per_layer": 1},
     "cohere2": {"norms_per_layer": 1},
     "exaone4": {"qk_norm": "head", "post_norm": True},
@@ -68,7 +70,12 @@ FIXED: dict[str, dict] = {
     "glm4": {"o_bias": False, "norms_per_layer": 4},
     "glm4_moe": {"o_bias": False},
     "gpt2": _PLAIN_MLP,
+    "gpt_neox": _PLAIN_MLP,
     "gpt_oss": {"sinks": True},
+    "helium": {"o_bias": False},
+    "hunyuan_v1_dense": {"qk_norm": "head"},
+    "minimax_m2": {"qk_norm": "full"},
+    "nemotron": _PLAIN_MLP,
     "olmo2": {"qk_norm": "full", "post_norm": True},
     "olmo3": {"qk_norm": "full", "post_norm": True},
     "olmoe": {"qk_norm": "full"},
@@ -77,18 +84,21 @@ FIXED: dict[str, dict] = {
     "qwen2_moe": {"o_bias": False},
     "qwen3": {"qk_norm": "head"},
     "qwen3_moe": {"qk_norm": "head"},
+    "seed_oss": {"o_bias": False},
     "starcoder2": _PLAIN_MLP,
 }
 
 # Families in which a window without a pattern holds in every layer.
-WINDOW_EVERYWHERE = ("mistral", "ministral", "mixtral", "phi3", "qwen3_moe", "starcoder2")
+WINDOW_EVERYWHERE = ("mistral", "ministral", "ministral3", "mixtral", "phi3", "qwen3_moe", "starcoder2")
 
 # Extra vectors beside the experts, by family.
 MOE_FIXED: dict[str, dict] = {
+    "arcee": {"gated": False},
     "deepseek_v3": {"correction_bias": True},
     "glm4_moe": {"correction_bias": True},
     "gpt_oss": {"router_bias": True, "expert_bias": True},
     "kimi_k2": {"correction_bias": True},
+    "minimax_m2": {"correction_bias": True},
     "qwen2_moe": {"shared_gate": True},
 }
 
@@ -100,3 +110,31 @@ SAME_AS = {
     "llama4": "llama4_text",
     "mistral3": "mistral",
 }
+
+# Families whose counts equal those of the models that transformers 5 builds from the same configuration, with
+# every switch of its class turned once (tests/cost/test_size_families.py).
+CHECKED = frozenset(
+    "arcee cohere cohere2 cwm deepseek_v2 deepseek_v3 emu3 ernie4_5 exaone exaone4 gemma gemma2 "
+    "gemma3_text glm glm4 glm4_moe gpt2 gpt_neox gpt_oss granite granitemoe granitemoeshared helium "
+    "hunyuan_v1_dense internlm3 iquestcoder llama llama4_text minicpm3 minimax_m2 ministral ministral3 "
+    "mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 "
+    "starcoder2 vaultgemma youtu".split()
+)
+LATENT = frozenset({"deepseek_v2", "deepseek_v3", "minicpm3", "youtu"})
+SPARSE = frozenset(
+    "deepseek_v2 deepseek_v3 glm4_moe gpt_oss granitemoe granitemoeshared llama4_text minimax_m2 mixtral "
+    "olmoe qwen2_moe qwen3_moe".split()
+)
+
+# Families whose fields have familiar names, and whose layers are made otherwise: counting them as usual would
+# be wrong, by parts in a thousand (a bias, a norm) or by half (no gate, heads of two widths).
+NOT_COUNTED = frozenset(
+    "afmoe apertus apertus1p5_text aria_text axk1 beam bert bert-generation big_bird biogpt bitnet "
+    "camembert cohere2_moe data2vec-text diffllama doge electra ernie ernie4_5_moe exaone_moe flex_olmo "
+    "flint fuyu gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm4_moe_lite granite_swa "
+    "granitemoe_swa hrm_text hy_v3 hyperclovax jais2 jetmoe laguna lfm2 lfm2_moe megatron-bert mellum "
+    "mimo_v2_flash minimax_m3_vl_text mllama modernbert-decoder nanochat olmo persimmon phi phi4_multimodal "
+    "phimoe "
+    "recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer sarvam_mla sarvam_moe "
+    "stablelm xlm-roberta xlm-roberta-xl xmod".split()
+)

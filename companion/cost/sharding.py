@@ -14,7 +14,9 @@ from .registry import resolve_model
 from .spec import ModelSpec, whole
 
 
-def rank_spec(model: ModelSpec | str, *, tensor: int = 1, expert: int = 1) -> ModelSpec:
+def rank_spec(
+    model: ModelSpec | str, *, tensor: int = 1, expert: int = 1, split_vocab: bool = False
+) -> ModelSpec:
     """The shape of one rank's part of `model`.
 
     tensor  ranks among which heads, and the widths of feed-forwards and experts, are divided. Key-value heads
@@ -22,6 +24,9 @@ def rank_spec(model: ModelSpec | str, *, tensor: int = 1, expert: int = 1) -> Mo
             A latent is kept by all.
     expert  ranks (or groups of `tensor` ranks) among which the experts are divided. The result still says
             `moe.experts` of them: that is what its router chooses from.
+    split_vocab  the rows of the embedding and of the head are divided over the tensor ranks too, rounded up,
+                 as
+            vLLM and SGLang do; `companion.parallel` keeps both whole
 
     Raises ValueError, naming what does not divide.
     """
@@ -46,15 +51,19 @@ def rank_spec(model: ModelSpec | str, *, tensor: int = 1, expert: int = 1) -> Mo
     heads = model.heads // tensor
     kv_heads = heads if model.mla else max(1, model.kv_heads // tensor)
     width = model.ffn // tensor if model.moe_layers < model.layers else model.ffn
-    return replace(model, heads=heads, kv_heads=kv_heads, ffn=width, moe=moe)
+    vocab = -(-model.vocab // tensor) if split_vocab else model.vocab
+    return replace(model, heads=heads, kv_heads=kv_heads, ffn=width, moe=moe, vocab=vocab)
 
 
-def rank_parameters(model: ModelSpec | str, *, tensor: int = 1, expert: int = 1) -> int:
-    """Parameters that one rank holds: embedding, head, norms and routers whole, the rest divided.
+def rank_parameters(
+    model: ModelSpec | str, *, tensor: int = 1, expert: int = 1, split_vocab: bool = False
+) -> int:
+    """Parameters that one rank holds: norms and routers whole, the embedding and the head too unless
+    `split_vocab`, the rest divided.
 
     Biases behind a divided product count on every rank: those that must not be added twice are zeros there.
     """
-    part = rank_spec(model, tensor=tensor, expert=expert)
+    part = rank_spec(model, tensor=tensor, expert=expert, split_vocab=split_vocab)
     count = parameters(part)
     if part.moe is not None:
         gone = part.moe.experts - part.moe.experts // expert

@@ -209,7 +209,8 @@ class ModelSpec:
         """Layers with routed experts; 0 for a dense model."""
         if self.moe is None:
             return 0
-        return sum(not self.moe.is_dense(i) for i in range(self.layers))
+        first = min(self.moe.first_dense, self.layers)
+        return self.layers - first - sum(first <= i < self.layers for i in set(self.moe.dense_layers))
 
     @property
     def cached_width(self) -> int:

@@ -1,0 +1,54 @@
+"""Triton kernels for decoding and for mixtures of experts, each beside its twin in torch.
+
+    import torch
+    from companion.kernels import decode_attention, interpret
+    interpret(unless_gpu=True)      # before anything imports Triton; on a CPU kernels run in its interpreter
+    out = decode_attention(q, k_cache, v_cache, cache_seqlens)
+
+Importing this package does not import Triton; using a kernel does.
+"""
+
+import importlib
+import sys
+import types
+
+_EXPORTS = {
+    "interpret": "mode",
+    "interpreted": "mode",
+    "triton_for": "mode",
+    "decode_attention": "decode",
+    "attend_with_tail": "decode",
+    "merge_splits": "decode",
+    "decode_twin": "twin",
+    "grouped_gemm": "gemm",
+    "fused_moe": "fused_moe",
+    "append": "append",
+    "copy": "copy",
+    "compile_report": "compile",
+    "bench_gpu": "bench_gpu",
+    "use": "policy",
+}
+
+__all__ = list(_EXPORTS)
+
+
+class _Room(types.ModuleType):
+    """A package in which the function `append` stays a function after the file of that name was imported."""
+
+    def __setattr__(self, name, value):
+        if not (name in _EXPORTS and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self):
+        return sorted(__all__)
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+sys.modules[__name__].__class__ = _Room
