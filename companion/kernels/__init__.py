@@ -11,6 +11,19 @@ Importing this package does not import Triton; using a kernel does.
 import importlib
 import sys
 import types
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .append import append
+    from .bench_gpu import bench_gpu
+    from .compile import compile_report
+    from .copy import copy
+    from .decode import attend_with_tail, decode_attention, merge_splits
+    from .fused_moe import fused_moe
+    from .gemm import grouped_gemm
+    from .mode import interpret, interpreted, triton_for
+    from .policy import use
+    from .twin import decode_twin
 
 _EXPORTS = {
     "interpret": "mode",
@@ -29,7 +42,22 @@ _EXPORTS = {
     "use": "policy",
 }
 
-__all__ = list(_EXPORTS)
+__all__ = [
+    "append",
+    "attend_with_tail",
+    "bench_gpu",
+    "compile_report",
+    "copy",
+    "decode_attention",
+    "decode_twin",
+    "fused_moe",
+    "grouped_gemm",
+    "interpret",
+    "interpreted",
+    "merge_splits",
+    "triton_for",
+    "use",
+]
 
 
 class _Room(types.ModuleType):

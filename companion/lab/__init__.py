@@ -9,11 +9,25 @@ model on this machine is measured.
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 # Functions that share their file's name: loaded at once, so that neither hides the other.
 from .report import report
 from .sweep import sweep
 from .verdict import verdict
+
+if TYPE_CHECKING:
+    from .answers import Answer, Fault
+    from .client import Endpoint
+    from .fit import Estimate, line, mean, parabola, ratio
+    from .local import DecoderTarget, TransformersTarget, Variant
+    from .points import Point, Run, batch_points, context_points, pair_points, prefix_points, shuffled
+    from .predict import Shape
+    from .probes import Probe, Stopwatch, hardware_from, probe
+    from .remote import EndpointTarget
+    from .report import write_report
+    from .store import Study
+    from .verdict import Verdict
 
 _HOMES = {
     "Answer": "answers",
