@@ -1,4 +1,4 @@
-"""`companion bench`: what the kernels compile to for any GPU, and how fast they run on the one that is here.
+"""`companion bench`: what the kernels compile to for GPUs that are not here, and how they run on one that is.
 
 Needs neither torch nor Triton until it runs.
 """

@@ -1,4 +1,4 @@
-"""The offline compiler: what it reads, what it must find fault with, and the table that the package brings.
+"""The offline compiler: what it reads, what it must find fault with, and the table that the package has.
 
 Everything here runs with the interpreter on: the compiler works in a process of its own.
 """
