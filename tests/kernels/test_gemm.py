@@ -109,13 +109,14 @@ def test_rows_may_share_memory_and_stand_in_any_order():
     assert torch.equal(grouped_gemm(x, by_column, offsets), grouped_gemm(x, w, offsets))
 
 
-def test_an_expert_beyond_two_to_the_31():
-    """Element offsets need 64 bits: the second expert begins 2**31 + 16 elements after the first."""
-    far = 2**31 + 16
-    memory = torch.empty(far + 1024, dtype=torch.float16)  # never touched in between
-    w = memory.as_strided((2, 16, 32), (far, 32, 1))
-    w.copy_(normal(2, 16, 32, dtype=torch.float16))
-    x, offsets = normal(5, 32, dtype=torch.float16), offsets_of([2, 3])
+@pytest.mark.parametrize("far, counts", [(2**31 + 16, [2, 3]), (2**30, [2, 0, 3])])
+def test_an_expert_beyond_two_to_the_31(far, counts):
+    """The last expert begins 2**31 elements or more after the first: by its stride, or by stride times id."""
+    E = len(counts)
+    memory = torch.empty((E - 1) * far + 1024, dtype=torch.float16)  # never touched in between
+    w = memory.as_strided((E, 16, 32), (far, 32, 1))
+    w.copy_(normal(E, 16, 32, dtype=torch.float16))
+    x, offsets = normal(5, 32, dtype=torch.float16), offsets_of(counts)
     assert off_by(grouped_gemm(x, w, offsets), exact(x, w, offsets)) < 1e-3
 
 
