@@ -161,7 +161,7 @@ RANKS = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_hea
 CONTRADICTIONS = [
     ("llama", {"model_type": "gpt_neox"}, "architecture='gpt_neox' is not supported; accepted: llama"),
     ("llama", {"model_type": "mixtral"}, "no experts"),
-    ("llama", {"num_experts": 8, "num_experts_per_tok": 2}, "8 experts; llama has none"),
+    ("llama", {"num_experts": 8, "num_experts_per_tok": 2, "mlp_bias": False}, "8 experts; llama has none"),
     ("llama", RANKS, "kv_lora_rank=8; accepted: none"),
     ("llama", {"rope_theta": 500.0}, "rope_theta is given as 500.0 and as 10000.0"),
     ("mistral", {"rope_parameters": {"rope_type": "default"}}, "rope_theta is missing"),
@@ -175,7 +175,7 @@ CONTRADICTIONS = [
     ("gemma2", {"sliding_window": None}, "window"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most 8"),
-    ("mixtral", {"num_experts": 4}, "num_experts=4 and num_local_experts=8 disagree"),
+    ("mixtral", {"num_experts": 4}, "num_experts is 4, but num_local_experts is 8"),
     ("mixtral", {"mlp_bias": True}, "mlp_bias"),
     ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob"),
     ("olmoe", {"clip_qkv": 0}, "clip_qkv=0"),
