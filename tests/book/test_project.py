@@ -19,6 +19,7 @@ OWNER, NAME = URL.removeprefix("https://github.com/").split("/")
 SKIPPED = {
     ".git",
     ".venv",
+    ".venv-triton36",
     "_build",
     "build",
     "dist",
