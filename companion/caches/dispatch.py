@@ -4,6 +4,9 @@ Every function returns None (or False) where torch should do it; then nothing ha
 never imports Triton through here.
 """
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,12 +30,12 @@ def decode(q, k_cache, v_cache, *, starts, stops, window, sinks, return_lse, tab
         options["head_dim_v"], v_cache = v_cache.shape[3], None
     ahead = [a + S - n for a, n in zip(starts, stops)]  # tokens that lie elsewhere, or padding
     if any(ahead):
-        options["tail_seqlens"] = torch.tensor(ahead, dtype=torch.int32, device=q.device)
+        options["tail_seqlens"] = _int32(ahead, q.device)
     out, lse = decode_attention(
         _rows(q),
         k_cache,
         v_cache,
-        torch.tensor(stops, dtype=torch.int32, device=q.device),
+        _int32(stops, q.device),
         block_table=table,
         window_size=(-1, -1) if window is None else (window - 1, 0),
         sinks=sinks,
@@ -100,9 +103,19 @@ def write(k, v, k_cache, v_cache, *, slots=None, before=None, counts=None) -> bo
     else:
         ends = [b + n for b, n in zip(before, counts)]
         names = {"cache_seqlens": ends, "new_tokens": counts}
-        places = {name: torch.tensor(n, dtype=torch.int32, device=k.device) for name, n in names.items()}
+        places = {name: _int32(n, k.device) for name, n in names.items()}
     append(_rows(k), None if v is None else _rows(v), k_cache, v_cache, **places)
     return True
+
+
+def _int32(values: Sequence[int], device: torch.device) -> Tensor:
+    """On the device, once for all layers of a step: every copy from the host waits for it."""
+    return _copied(tuple(values), device)
+
+
+@functools.lru_cache(maxsize=8)
+def _copied(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def _rows(x: Tensor) -> Tensor:

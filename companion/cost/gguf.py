@@ -3,8 +3,6 @@
 Only the header is read, with the standard library alone; `companion.model.gguf` reads the numbers too. The
 count of parameters that follows from the shape has to equal the elements in the table, or the file is
 refused: a header that means something else than is understood here never becomes a figure.
-
-Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; sizes of blocks: ggml's `GGML_QUANT_SIZES`.
 """
 
 from __future__ import annotations
@@ -20,22 +18,8 @@ from typing import Any
 
 from .config import parse_config
 from .counts import parameters
+from .gguf_header import SHORTEST, TYPES, HeaderBytes
 from .spec import ModelSpec
-
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-
-# type id: name, numbers per block, bytes per block
-TYPES = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
-    28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
-}  # fmt: skip
 
 # GGUF's architecture: the model type whose configuration means the same
 FAMILIES = {
@@ -116,7 +100,7 @@ def read_gguf(path: str | os.PathLike) -> tuple[ModelSpec, int]:
 def read_header(path: str | os.PathLike) -> Header:
     """The header of a file, with the tensors of all its parts."""
     path = Path(path)
-    header = _Reader(path).header()
+    header = _read(path)
     parts = header.meta.get("split.count", 0)
     if not isinstance(parts, int) or parts <= 1:
         return header
@@ -127,7 +111,7 @@ def read_header(path: str | os.PathLike) -> Header:
         )
     for i in range(2, parts + 1):
         other = path.with_name(path.name[: match.start()] + f"-{i:05}-of-{parts:05}.gguf")
-        header.tensors.update(_Reader(other).header().tensors)
+        header.tensors.update(_read(other).tensors)
     return header
 
 
@@ -191,93 +175,28 @@ def _latent(header: Header, config: dict, key: Any) -> None:
     config.setdefault("q_lora_rank", None)
 
 
-class _Reader:
-    """Reads one file's header; every read is checked against the file's length."""
+def _read(path: Path) -> Header:
+    """The header of one file, without its other parts."""
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < SHORTEST:
+                raise ValueError(f"{path.name}: too short for a GGUF header")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _header(path, HeaderBytes(data, path.name, skip_strings=True))
+    except struct.error:
+        raise ValueError(f"{path.name}: truncated inside the header") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
 
-    def __init__(self, path: Path):
-        self.path, self.at = path, 0
 
-    def header(self) -> Header:
-        try:
-            with open(self.path, "rb") as file:
-                if os.fstat(file.fileno()).st_size < 24:
-                    raise self.bad("too short for a GGUF header")
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self.map:
-                    return self._header()
-        except struct.error:
-            raise self.bad("truncated inside the header") from None
-        except OSError as error:
-            raise ValueError(f"{self.path}: {error.strerror or error}") from None
-
-    def bad(self, why: str) -> ValueError:
-        return ValueError(f"{self.path.name}: {why}")
-
-    def _header(self) -> Header:
-        if self.map[:4] != b"GGUF":
-            raise self.bad("not a GGUF file (its first four bytes differ)")
-        self.at = 4
-        version = self.scalar("I")
-        if version not in (2, 3):
-            raise self.bad(f"GGUF version {version}; accepted: 2, 3")
-        tensors, pairs = self.scalar("Q"), self.scalar("Q")
-        self.fits(tensors * 24 + pairs * 13, f"{tensors} tensors and {pairs} keys")
-        header = Header(self.path)
-        for _ in range(pairs):
-            key = self.string()
-            header.meta[key] = self.value(self.scalar("I"))
-        for _ in range(tensors):
-            name, dims = self.string(), self.scalar("I")
-            if dims > 4:
-                raise self.bad(f"tensor {name!r} has {dims} dimensions; at most 4")
-            shape = tuple(self.scalar("Q") for _ in range(dims))[::-1]
-            kind, _ = self.scalar("I"), self.scalar("Q")
-            if kind not in TYPES:
-                raise self.bad(f"tensor {name!r} has type {kind}, whose size is not known here")
-            if (shape[-1] if shape else 1) % TYPES[kind][1]:
-                raise self.bad(f"tensor {name!r} has rows of {shape[-1]}, no multiple of {TYPES[kind][1]}")
-            if name in header.tensors:
-                raise self.bad(f"tensor {name!r} stands in the table twice")
-            header.tensors[name] = shape, kind
-        return header
-
-    def value(self, kind: int, depth: int = 0) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind in _SCALARS:
-            return self.scalar(_SCALARS[kind])
-        if kind != _ARRAY or depth > 3:
-            raise self.bad(f"corrupted: value of type {kind}")
-        inner, n = self.scalar("I"), self.scalar("Q")
-        if inner in _SCALARS:
-            size = struct.calcsize("<" + _SCALARS[inner])
-            self.fits(n * size, f"an array of {n}")
-            values = list(struct.unpack_from(f"<{n}{_SCALARS[inner]}", self.map, self.at))
-            self.at += n * size
-            return values
-        self.fits(n * 8, f"an array of {n}")
-        if inner == _STRING:  # a vocabulary: passed over
-            for _ in range(n):
-                length = self.scalar("Q")
-                self.fits(length, f"a string of {length} bytes")
-                self.at += length
-            return n
-        return [self.value(inner, depth + 1) for _ in range(n)]
-
-    def scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self.map, self.at)
-        self.at += struct.calcsize("<" + code)
-        return value
-
-    def string(self) -> str:
-        length = self.scalar("Q")
-        self.fits(length, f"a string of {length} bytes")
-        raw = self.map[self.at : self.at + length]
-        self.at += length
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            raise self.bad("corrupted: a string is not UTF-8") from None
-
-    def fits(self, n: int, what: str) -> None:
-        if self.at + n > len(self.map):
-            raise self.bad(f"truncated or corrupted: {what} cannot fit in {len(self.map)} bytes")
+def _header(path: Path, read: HeaderBytes) -> Header:
+    tensors, pairs = read.counts()
+    header = Header(path, read.keys(pairs))
+    for name, shape, kind, _ in read.table(tensors):
+        if kind not in TYPES:
+            raise read.bad(f"tensor {name!r} has type {kind}, whose size is not known here")
+        read.whole_blocks(name, shape, kind)
+        if name in header.tensors:
+            raise read.bad(f"tensor {name!r} stands in the table twice")
+        header.tensors[name] = shape, kind
+    return header

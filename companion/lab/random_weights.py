@@ -7,10 +7,10 @@ models of equal everything else are.
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ..cost import ModelSpec, models
 from ..model import Decoder
+from ..parallel.weights import RandomWeights
 
 FAMILIES = ("llama", "mixtral")
 
@@ -21,34 +21,7 @@ def random_decoder(
     """A decoder of this shape, of the Llama or the Mixtral family. Raises ValueError for another."""
     if spec.architecture not in FAMILIES:
         raise ValueError(f"random weights for {spec.architecture}: accepted are {', '.join(FAMILIES)}")
-    d, D = spec.d_model, spec.head_dim
-    shapes = {
-        "model.embed_tokens.weight": (spec.vocab, d),
-        "lm_head.weight": (spec.vocab, d),
-        "self_attn.q_proj.weight": (spec.heads * D, d),
-        "self_attn.k_proj.weight": (spec.kv_heads * D, d),
-        "self_attn.v_proj.weight": (spec.kv_heads * D, d),
-        "self_attn.o_proj.weight": (d, spec.heads * D),
-        "mlp.gate_proj.weight": (spec.ffn, d),
-        "mlp.up_proj.weight": (spec.ffn, d),
-        "mlp.down_proj.weight": (d, spec.ffn),
-    }
-    if spec.moe:
-        E, N = spec.moe.experts, spec.moe.ffn
-        shapes |= {"mlp.gate.weight": (E, d), "mlp.experts.gate_up_proj": (E, 2 * N, d)}
-        shapes |= {"mlp.experts.down_proj": (E, d, N)}
-    numbers = torch.Generator(device).manual_seed(seed)
-
-    def take(name: str) -> Tensor:
-        if name.endswith("norm.weight"):
-            return torch.ones(d, dtype=dtype, device=device)
-        part = name.split(".", 3)[-1] if name.startswith("model.layers.") else name
-        if part not in shapes:
-            raise ValueError(f"no tensor {name!r}")
-        x = torch.randn(shapes[part], generator=numbers, dtype=dtype, device=device)
-        return x.mul_(shapes[part][-1] ** -0.5)  # so that no layer overflows
-
-    return Decoder(spec, take).eval()
+    return Decoder(spec, RandomWeights(spec, seed, dtype=dtype, device=device)).eval()
 
 
 def with_heads(spec: ModelSpec, kv_heads: int) -> ModelSpec:

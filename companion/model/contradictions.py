@@ -8,8 +8,6 @@ from typing import Any
 from ..cost import ModelSpec
 from .feedforward import ACTIVATIONS
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
 
 def number(spec: ModelSpec, field: str, default: Any, *, null: Any = None) -> Any:
     """A positive number of the configuration; `default` if the field is absent, `null` if it is null."""
@@ -43,9 +41,6 @@ def check(spec: ModelSpec, *, sparse: bool, latent: bool) -> None:
         refuse("use_bidirectional_attention", "false")
     if spec.architecture in ("gemma3", "gemma3_text") and config.get("attn_logit_softcapping") is not None:
         refuse("attn_logit_softcapping", "null, as this family bounds its final logits only")
-    counts = {f: config[f] for f in _EXPERTS if config.get(f) is not None}
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"{name}: " + " and ".join(f"{f}={n}" for f, n in counts.items()) + " disagree")
     if sparse and spec.moe is None:
         raise ValueError(f"{name}: no experts; {spec.architecture} has some, so their number is missing")
     if sparse and spec.mlp_bias:

@@ -1,9 +1,9 @@
 """GGUF: a header of key-value pairs, a table of tensors, and blocks of quantized numbers.
 
-Layouts (little endian): https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every read is checked
-against the file's length, so that a truncated or a corrupted file is one clear error.
+The header is read by `companion.cost.gguf_header`. A tensor that would end beyond the file is refused too.
 """
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -12,18 +12,10 @@ from typing import Any
 
 import numpy as np
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+from ..cost.gguf_header import SHORTEST, HeaderBytes
+from ..cost.gguf_header import TYPES as BLOCKS
 
-# type id: name, numbers per block, bytes per block
-TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    8: ("Q8_0", 32, 34),
-    30: ("BF16", 1, 2),
-}
+TYPES = {kind: BLOCKS[kind] for kind in (0, 1, 2, 3, 8, 30)}  # that `dequantize` knows
 
 
 @dataclass(frozen=True)
@@ -37,7 +29,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         _, per_block, size = TYPES[self.kind]
-        return _count(self.shape) // per_block * size
+        return math.prod(self.shape) // per_block * size
 
 
 class GGUF:
@@ -50,11 +42,10 @@ class GGUF:
         self.path = Path(path)
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file")
-        if self.path.stat().st_size < 24:
+        if self.path.stat().st_size < SHORTEST:
             raise self._bad("too short for a GGUF header")
         with open(self.path, "rb") as f:
             self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        self._at = 0
         try:
             self.meta, self.entries = self._header()
         except struct.error:
@@ -86,77 +77,24 @@ class GGUF:
         return out
 
     def _header(self) -> tuple[dict[str, Any], dict[str, Entry]]:
-        if self._map[:4] != b"GGUF":
-            raise self._bad("not a GGUF file (its first four bytes differ)")
-        self._at = 4
-        version = self._scalar("I")
-        if version not in (2, 3):
-            raise self._bad(f"GGUF version {version}; accepted: 2, 3")
-        tensors, pairs = self._scalar("Q"), self._scalar("Q")
-        self._fits(tensors * 24 + pairs * 13, f"{tensors} tensors and {pairs} keys")
-        meta: dict[str, Any] = {}
-        for _ in range(pairs):
-            key = self._string()
-            meta[key] = self._value(self._scalar("I"))
-        table = []
-        for _ in range(tensors):
-            name, dims = self._string(), self._scalar("I")
-            if dims > 4:
-                raise self._bad(f"tensor {name!r} has {dims} dimensions; at most 4")
-            shape = tuple(self._scalar("Q") for _ in range(dims))[::-1]
-            table.append((name, shape, self._scalar("I"), self._scalar("Q")))
+        read = HeaderBytes(self._map, self.path.name)
+        tensors, pairs = read.counts()
+        meta, table = read.keys(pairs), list(read.table(tensors))
         align = meta.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise self._bad(f"general.alignment={align!r}; need a positive integer")
-        base = (self._at + align - 1) // align * align
-        return meta, {name: self._entry(name, shape, kind, base + at) for name, shape, kind, at in table}
+        base = (read.at + align - 1) // align * align
+        return meta, {name: self._entry(read, name, shape, k, base + at) for name, shape, k, at in table}
 
-    def _entry(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Entry:
+    def _entry(self, read: HeaderBytes, name: str, shape: tuple[int, ...], kind: int, start: int) -> Entry:
         if kind not in TYPES:
             known = ", ".join(t[0] for t in TYPES.values())
             raise self._bad(f"tensor {name!r} has type {kind}; accepted: {known}")
-        if (shape[-1] if shape else 1) % TYPES[kind][1]:
-            raise self._bad(f"tensor {name!r} has rows of {shape[-1]}, no multiple of {TYPES[kind][1]}")
+        read.whole_blocks(name, shape, kind)
         entry = Entry(shape, kind, start)
         if start + entry.nbytes > len(self._map):
             raise self._bad(f"truncated: tensor {name!r} ends beyond the file's {len(self._map)} bytes")
         return entry
-
-    def _value(self, kind: int, depth: int = 0) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind in _SCALARS:
-            return self._scalar(_SCALARS[kind])
-        if kind != _ARRAY or depth > 3:
-            raise self._bad(f"corrupted: value of type {kind}")
-        inner, n = self._scalar("I"), self._scalar("Q")
-        if inner in _SCALARS:
-            code = f"<{n}{_SCALARS[inner]}"
-            self._fits(n * struct.calcsize("<" + _SCALARS[inner]), f"an array of {n}")
-            values = list(struct.unpack_from(code, self._map, self._at))
-            self._at += struct.calcsize(code)
-            return values
-        self._fits(n * 8, f"an array of {n}")
-        return [self._value(inner, depth + 1) for _ in range(n)]
-
-    def _scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self._map, self._at)
-        self._at += struct.calcsize("<" + code)
-        return value
-
-    def _string(self) -> str:
-        n = self._scalar("Q")
-        self._fits(n, f"a string of {n} bytes")
-        raw = self._map[self._at : self._at + n]
-        self._at += n
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            raise self._bad("corrupted: a string is not UTF-8") from None
-
-    def _fits(self, n: int, what: str) -> None:
-        if self._at + n > len(self._map):
-            raise self._bad(f"truncated or corrupted: {what} cannot fit in {len(self._map)} bytes")
 
     def _bad(self, why: str) -> ValueError:
         return ValueError(f"{self.path.name}: {why}")
@@ -186,10 +124,3 @@ def dequantize(kind: int, raw: np.ndarray) -> np.ndarray:
     out = nibbles * scale
     out += blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
     return out.reshape(-1)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    n = 1
-    for s in shape:
-        n *= s
-    return n

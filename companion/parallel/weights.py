@@ -18,25 +18,34 @@ class RandomWeights(Mapping):
     """Hugging Face's tensor names -> tensors, for `Decoder` and `shard`.
 
     Matrices are normal with a variance of 1 / inputs, norms are 1 (0 where 1 is added), all else is 0.
+    On a GPU the numbers are other ones.
     Attributes: `shapes`, name -> shape; all together they have `companion.cost.parameters(spec)` numbers.
 
     Raises ValueError for an architecture that is not there.
     """
 
-    def __init__(self, spec: ModelSpec, seed: int = 0, *, dtype: torch.dtype = torch.float32):
-        self.spec, self.seed, self.dtype = spec, seed, dtype
+    def __init__(
+        self,
+        spec: ModelSpec,
+        seed: int = 0,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        self.spec, self.seed, self.like = spec, seed, dict(dtype=dtype, device=device)
         self.shapes: dict[str, tuple[int, ...]] = dict(_shapes(spec))
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shapes[name]
         if "norm" in name:
-            return torch.full(shape, 0.0 if self.spec.norm_plus1 else 1.0, dtype=self.dtype)
+            return torch.full(shape, 0.0 if self.spec.norm_plus1 else 1.0, **self.like)
         if len(shape) == 1 or name.endswith("_bias"):
-            return torch.zeros(shape, dtype=self.dtype)
+            return torch.zeros(shape, **self.like)
         # The seed of a tensor is its name's: the same on every rank, in whatever order they ask.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
+        device = self.like["device"]
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         inputs = shape[1] if self.spec.architecture == "gpt_oss" and len(shape) == 3 else shape[-1]
-        return (torch.randn(shape, generator=generator) * inputs**-0.5).to(self.dtype)
+        return (torch.randn(shape, generator=generator, device=device) * inputs**-0.5).to(self.like["dtype"])
 
     def __contains__(self, name: object) -> bool:
         return name in self.shapes
