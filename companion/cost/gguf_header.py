@@ -1,8 +1,7 @@
 """The bytes of a GGUF header: numbers, strings, keys and values, the table of tensors.
 
 `companion.cost.gguf` counts from it, `companion.model.gguf` reads the numbers behind it. Every read is
-checked against the file's length, so that a truncated or a corrupted file is one clear error. Standard library
-only.
+checked against the file's length: a truncated or a corrupted file is one clear error. Standard library only.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; sizes of blocks: ggml's `GGML_QUANT_SIZES`.
 """
