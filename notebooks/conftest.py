@@ -6,9 +6,13 @@ Pictures are left out because matplotlib draws a little differently from machine
 a figure draws are printed beside it. A notebook without stored outputs is refused: nbval alone would pass it.
 """
 
+import itertools
 import os
+import shutil
+import tempfile
 
 import nbformat
+import nbval.kernel
 import pytest
 
 # Before a kernel starts: the stored outputs were made with one thread, too (tools/notebooks.py).
@@ -21,6 +25,23 @@ KINDS = {"compared": "compared", "measured": "measured (run, not compared)", "si
 def pytest_configure(config):
     # A first import may take long and say so on stderr, which would be an output that is not stored.
     import matplotlib.font_manager  # noqa: F401
+
+    if os.name == "posix":
+        speak_through_files(config)
+
+
+def speak_through_files(config) -> None:
+    """Kernels listen on sockets in a folder of this process, where nobody else can take their names.
+
+    A TCP port is chosen before the kernel starts and bound seconds later: two workers may choose the same one,
+    and the loser waits for a kernel that never answers. The folder's path is short, as socket paths must be.
+    """
+    folder = tempfile.mkdtemp(prefix="nb-")
+    plain = nbval.kernel.KernelManager
+    number = itertools.count()
+    nbval.kernel.KernelManager = lambda **given: plain(transport="ipc", ip=f"{folder}/{next(number)}", **given)
+    config.add_cleanup(lambda: setattr(nbval.kernel, "KernelManager", plain))
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.hookimpl(wrapper=True)

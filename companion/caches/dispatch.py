@@ -91,15 +91,18 @@ def decode_packed_part(q, store, *, starts, stops, window, softmax_scale, softca
 def write(k, v, k_cache, v_cache, *, slots=None, before=None, counts=None) -> bool:
     """New tokens (B, Hkv, S, D) into caches in the kernels' layout; False if torch should do it. v: or None.
 
-    slots: for pages, those of each row's real tokens; or before and counts: tokens that it had, and gets.
+    slots: for pages, those of each row's real tokens, or all of them as a tensor (B, S); or before and counts:
+    tokens that a row had, and gets.
     """
     if not wanted(k, v, k_cache, v_cache):
         return False
     from ..kernels import append
 
     if slots is not None:
-        rows = [list(row) + [-1] * (k.shape[2] - len(row)) for row in slots]
-        places = {"slot_mapping": torch.tensor(rows, dtype=torch.int64, device=k.device)}
+        if not isinstance(slots, Tensor):
+            padded = tuple((*row, *[-1] * (k.shape[2] - len(row))) for row in slots)
+            slots = _copied(padded, torch.int64, k.device)
+        places = {"slot_mapping": slots}
     else:
         ends = [b + n for b, n in zip(before, counts)]
         names = {"cache_seqlens": ends, "new_tokens": counts}
@@ -109,13 +112,13 @@ def write(k, v, k_cache, v_cache, *, slots=None, before=None, counts=None) -> bo
 
 
 def _int32(values: Sequence[int], device: torch.device) -> Tensor:
-    """On the device, once for all layers of a step: every copy from the host waits for it."""
-    return _copied(tuple(values), device)
+    return _copied(tuple(values), torch.int32, device)
 
 
 @functools.lru_cache(maxsize=8)
-def _copied(values: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
+def _copied(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the device, once for all layers of a step: every copy from the host waits for it."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _rows(x: Tensor) -> Tensor:

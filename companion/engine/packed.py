@@ -4,7 +4,8 @@ A batch padded to its longest row would compute a chunk's width for every decode
 its own, at its own position: norms and products, which treat tokens alike, see one matrix of as many rows as
 there are tokens and read each weight once. Only attention has to know which tokens belong together:
 
-    decodes   one batch: each row's blocks are gathered side by side, and one masked product serves all
+    decodes   one batch: each row's blocks are gathered side by side, and one masked product serves all;
+              where `companion.kernels.use` allows, the paged kernel reads them where they lie instead
     chunks    each over its own row, by the usual causal attention
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..caches.attend import attend, is_plain, visible_slots
 from ..caches.base import Cache
+from ..caches.dispatch import decode, write
 from ..caches.paged import PagedStorage
 from ..paging import BlockTable
 
@@ -80,6 +82,9 @@ class PackedStep(Cache):
 
     def append(self, layer, k, v, *, lengths=None):
         self._check_kv(k, v)
+        pages = self.storage.k_cache(layer), self.storage.v_cache(layer)
+        if write(k, v, *pages, slots=self._slots[:, None]):
+            return
         for store, x in ((self.storage.k[layer], k), (self.storage.v[layer], v)):
             flat = store.flatten(1, 2)
             flat.index_copy_(1, self._slots, x[:, :, 0].transpose(0, 1))
@@ -125,19 +130,21 @@ class _Rows:
     """Where the keys of some rows lie, and how to lay them side by side: made once for all layers."""
 
     def __init__(self, storage: PagedStorage, spans: Sequence[Span]):
-        self.spans, self.size, device = spans, storage.block_size, storage.device
+        self.spans, self.size, self.device = spans, storage.block_size, storage.device
         self.starts, self.stops = [s.start for s in spans], [s.stop for s in spans]
-        self.n, self.device = max(self.stops), device
+        self.n = max(self.stops)
+        self.columns = -(-self.n // self.size)
         tables = [s.table.ids[: -(-s.stop // self.size)] for s in spans]
+        # Padded with the row's own first block: finite where the row is, and never another's.
+        padded = [t + t[:1] * (self.columns - len(t)) for t in tables]
+        self.table = torch.tensor(padded, dtype=torch.int32, device=self.device)
         self.first = None
         if len(spans) == 1 and tables[0] == list(range(tables[0][0], tables[0][0] + len(tables[0]))):
             self.first = tables[0][0]  # neighbours: a view will do
             return
-        self.columns = -(-self.n // self.size)
-        # Padded with the row's own first block: finite where the row is, and never another's.
-        table = torch.tensor([t + t[:1] * (self.columns - len(t)) for t in tables], device=device).flatten()
-        heads = torch.arange(storage.spec.kv_heads, device=device) * storage.num_blocks
-        self.blocks = (heads[:, None] + table).flatten()  # rows of the storage seen as (Hkv * blocks, ...)
+        heads = torch.arange(storage.spec.kv_heads, device=self.device) * storage.num_blocks
+        # Rows of the storage seen as (Hkv * blocks, ...).
+        self.blocks = (heads[:, None] + self.table.flatten()).flatten()
 
     def read(self, step: "PackedStep", layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values (Hkv, B, n, D): position j in slot j, and something finite behind a row's end."""
@@ -173,15 +180,20 @@ class _Decodes(_Rows):
 
     def attend(self, step: "PackedStep", layer: int, q: Tensor, window: int | None, options: dict) -> Tensor:
         """q (B, Hq, 1, D) -> (B, Hq, 1, Dv)."""
+        pages = step.storage.k_cache(layer), step.storage.v_cache(layer)
+        rows = dict(starts=self.starts, stops=self.stops, window=window)
+        found = decode(q, *pages, table=self.table, **rows, **options)
+        if found is not None:
+            return found
         k, v = self.read(step, layer)
         B, Hq, _, D = q.shape
         if not is_plain(q, **options):
             k, v = k.transpose(0, 1), v.transpose(0, 1)
-            return attend(q, k, v, starts=self.starts, stops=self.stops, window=window, **options)
+            return attend(q, k, v, **rows, **options)
         Hkv, group = len(k), Hq // len(k)
         scale = D**-0.5 if options["softmax_scale"] is None else options["softmax_scale"]
-        rows = (q * scale).view(B, Hkv, group, D).transpose(0, 1).reshape(Hkv * B, group, D)
-        scores = torch.bmm(rows, k.flatten(0, 1).transpose(1, 2))
+        queries = (q * scale).view(B, Hkv, group, D).transpose(0, 1).reshape(Hkv * B, group, D)
+        scores = torch.bmm(queries, k.flatten(0, 1).transpose(1, 2))
         unseen = self.unseen(window)
         if unseen is not None:
             scores.view(Hkv, B, group, self.n).masked_fill_(unseen, -math.inf)
