@@ -1,8 +1,10 @@
 """The `companion` command: generate text, size a deployment, look at this machine."""
 
 import argparse
+import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -37,13 +39,31 @@ class _Parser(argparse.ArgumentParser):
     """One line for a mistake; the usage is a --help away."""
 
     def error(self, message: str):
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += _near(found[1], re.findall(r"[\w.-]+", found[2]))
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class _Command(_Parser):
+    """A command answers for its own arguments, so that an error has its name and a near miss is found."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            mine = re.findall(r"--[\w-]+", self.format_usage())
+            self.error(f"unknown argument {unknown[0]}{_near(unknown[0].split('=')[0], mine)}")
+        return known, unknown
+
+
+def _near(given: str, accepted: Sequence[str]) -> str:
+    found = difflib.get_close_matches(given, accepted, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="companion", description=__doc__)
     top.add_argument("--version", action="version", version=__version__)
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Command)
 
     from .cost import command as size
 

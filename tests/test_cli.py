@@ -180,6 +180,23 @@ def test_a_file_that_may_not_be_read(monkeypatch, refused):
     assert "secret.gguf: Permission denied" in refused("generate", "Hi", "--model", "secret.gguf")
 
 
+@pytest.mark.parametrize(
+    "words, says",
+    {
+        "lab --contxts 5": "companion lab: error: unknown argument --contxts; did you mean --contexts?",
+        "size llama-3.1-8b --bacth=4": "companion size: error: unknown argument --bacth=4; did you mean --batch?",
+        "size llama-3.1-8b twice": "companion size: error: unknown argument twice (",
+        "doctor --zzz": "companion doctor: error: unknown argument --zzz (",
+        "generte Hello": "did you mean generate?",
+    }.items(),
+)
+def test_a_mistyped_argument_has_a_near_miss(words, says, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(words.split())
+    said = capsys.readouterr().err
+    assert e.value.code == 2 and says in said and said.count("\n") == 1
+
+
 def test_a_mistake_in_a_process_of_its_own():
     done = command("generate", "Hi", "--model", "/nowhere/x.gguf")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

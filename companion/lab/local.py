@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..caches import Cache, make_cache
+from ..cost import matmul_parameters
 from ..cost.dtypes import dtype_name
 from ..model import Decoder
 from .points import Point, Run
@@ -26,8 +27,9 @@ class Variant:
     kv_dtype: str | float | None = None
 
     def shape(self) -> Shape:
-        own = dtype_name(self.decoder.dtype)
-        return Shape(self.decoder.spec, own, self.kv_dtype or own, own)
+        own, quantized = dtype_name(self.decoder.dtype), self.decoder.weight_format is not None
+        weights = _bits_read(self.decoder) if quantized else own
+        return Shape(self.decoder.spec, weights, self.kv_dtype or own, own)
 
     def empty(self, batch: int, max_tokens: int) -> Cache:
         d = self.decoder
@@ -35,6 +37,13 @@ class Variant:
             self.cache, d.spec, batch=batch, max_tokens=max_tokens, dtype=d.dtype, device=d.device,
             **self.cache_options,
         )  # fmt: skip
+
+
+def _bits_read(decoder: Decoder) -> float:
+    """Bits per weight that a step reads, as allocated: scales, and what is not quantized, included."""
+    looked_up = 0 if decoder.output is decoder.embedding else decoder.embedding.nbytes
+    read = decoder.weights_bytes - looked_up
+    return round(8 * read / matmul_parameters(decoder.spec, active=False), 3)
 
 
 class DecoderTarget:
@@ -68,7 +77,7 @@ class DecoderTarget:
         v = self.variants.get(point.variant) or next(iter(self.variants.values()))
         limit = v.decoder.spec.max_context
         if limit is not None and point.context + point.new_tokens > limit:
-            return Run(fault=f"{point.context} tokens and {point.new_tokens} more; the model takes {limit}")
+            return Run(fault=_too_long(point, limit))
         try:
             return self._measure(v, point)
         except (ValueError, RuntimeError) as e:  # no room for the cache; a cache that does not fit the model
@@ -92,35 +101,51 @@ class DecoderTarget:
 
 
 class TransformersTarget:
-    """A causal language model of transformers, with its DynamicCache."""
+    """A causal language model of transformers: its own forward, with the cache that it makes for itself."""
 
     def __init__(self, hf_model: torch.nn.Module, shape: Shape, *, watch: Stopwatch | None = None):
         self.model, self.shapes = hf_model.eval(), {"base": shape}
         named = inspect.signature(type(hf_model).forward).parameters
         self._cache = "cache" if "cache" in named else "past_key_values"  # its name until transformers 5
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
         self.watch = watch or Stopwatch.on(str(hf_model.device))
 
     def describe(self) -> dict:
         shape = self.shapes["base"].to_dict()
-        facts = {"kind": "transformers", "device": str(self.model.device), "threads": torch.get_num_threads()}
+        facts = {"kind": "transformers", "model": shape["model"], "class": type(self.model).__name__}
+        facts |= {"device": str(self.model.device), "threads": torch.get_num_threads()}
         return facts | {"variants": {"base": shape}}
 
     def warm_up(self) -> None:
-        self.measure(Point("warm-up", 8, new_tokens=2))
+        run = self.measure(Point("warm-up", 8, new_tokens=2))
+        if run.fault:
+            raise ValueError(f"{type(self.model).__name__}: {run.fault}")
 
     @torch.inference_mode()
     def measure(self, point: Point) -> Run:
-        from transformers import DynamicCache
-
         if not point.prompt:
             return Run(
                 fault="a transformers model reads its prompts: points with prompt=False are not for it"
             )
-        cache = DynamicCache()
+        limit = self.shapes["base"].spec.max_context
+        if limit is not None and point.context + point.new_tokens > limit:
+            return Run(fault=_too_long(point, limit))
+        try:
+            return self._measure(point)
+        except (
+            IndexError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as e:  # no room; a model without such a cache
+            return Run(fault=(str(e) or type(e).__name__).splitlines()[0][:200])
+
+    def _measure(self, point: Point) -> Run:
+        cache = self._empty()
         ids = torch.tensor(_ids(point, self.shapes["base"].spec.vocab), device=self.model.device)
 
         def forward(ids: Tensor) -> None:
-            self.model(ids, use_cache=True, logits_to_keep=1, **{self._cache: cache})
+            self.model(ids, use_cache=True, **self._last, **{self._cache: cache})
 
         known = 0
         if point.variant == "warm" and point.context > SUFFIX:
@@ -129,7 +154,22 @@ class TransformersTarget:
         ttft = self.watch.seconds(lambda: forward(ids[:, known:]))
         last = ids[:, -1:]
         steps = [self.watch.seconds(lambda: forward(last)) for _ in range(point.new_tokens)]
+        seen = cache.get_seq_length()
+        if seen != point.context + point.new_tokens:  # else every step would have been one of no context
+            return Run(fault=f"its cache holds {seen} tokens after {point.context + point.new_tokens}")
         return _run(point, ttft, steps, point.context, known)
+
+    def _empty(self):
+        """What the model makes where it is given none: layers with a window get one there."""
+        from transformers import DynamicCache
+
+        if "config" in inspect.signature(DynamicCache.__init__).parameters:  # since transformers 4.56
+            return DynamicCache(config=self.model.config)
+        return DynamicCache()
+
+
+def _too_long(point: Point, limit: int) -> str:
+    return f"{point.context} tokens and {point.new_tokens} more; the model takes {limit}"
 
 
 def _run(point: Point, ttft: float | None, steps: list[float], context: int, known: int) -> Run:

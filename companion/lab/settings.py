@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from .points import Point, batch_points, context_points, pair_points, prefix_points, shuffled
 
 REMOTE = ("context", "batch", "prefix")
-LOCAL = (*REMOTE, "kv", "heads", "moe")
-PAIRS = {"kv": ("full", "int8"), "heads": ("grouped", "full heads"), "moe": ("dense", "mixture")}
+LOCAL = (*REMOTE, "kv", "weights", "heads", "moe")
+PAIRS = {
+    "kv": ("full", "int8"), "weights": ("full", "int8"), "heads": ("grouped", "full heads"),
+    "moe": ("dense", "mixture"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Sizes:
 
 
 CPU = Sizes((64, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16), 64, 1024, prompt_limit=1024)
+READ = Sizes((64, 256, 512, 1024), (1, 2, 4, 8, 16), 64, 1024, prompt_limit=None)  # a CPU that fills none
 GPU = Sizes((256, 1024, 2048, 4096, 8192, 16384), (1, 4, 16, 64, 128, 256), 128, 4096, prompt_limit=None)
 SERVER = Sizes((128, 256, 512, 1024, 1536), (1, 2, 4, 8), 64, 1024, prompt_limit=None)
 
@@ -46,7 +50,9 @@ def plan(sweep: str, sizes: Sizes, *, rounds: int, new_tokens: int, seed: int) -
     elif sweep == "prefix":
         points = prefix_points(sizes.long, new_tokens=new_tokens)
     else:
-        contexts = {"kv": [sizes.long], "heads": [sizes.long], "moe": [sizes.short]}[sweep]
+        long, short = sizes.long, sizes.short
+        both = sorted({short, long})  # what is saved on weights is the less of a step the more is cached
+        contexts = {"kv": [long], "weights": both, "heads": [long], "moe": [short]}[sweep]
         batches = (1,) if sweep == "kv" else sizes.pair_batches
         points = pair_points(sweep, PAIRS[sweep], contexts, batches, new_tokens=new_tokens)
     return shuffled(points, rounds, seed)
@@ -60,4 +66,6 @@ def chosen(asked: str | None, known: Sequence[str]) -> list[str]:
     for name in names:
         if name not in known:
             raise ValueError(f"sweeps: {name!r} is none here; accepted: {', '.join(known)}, all")
+    if not names:
+        raise ValueError(f"sweeps: none named in {asked!r}; accepted: {', '.join(known)}, all")
     return [n for n in known if n in names]

@@ -21,12 +21,16 @@ class Study:
     path      the file; its folder must exist
     settings  what was asked for. A file begun with other settings is not gone on with: its numbers would mix
 
-    Raises ValueError if the file is no study, a newer one, or has other settings; the file is left as it is.
+    A new file is written with the first fact or plan: what fails before leaves nothing behind.
+    Raises ValueError if the folder is not there, and if the file is no study, a newer one, or has other
+    settings; the file is left as it is.
     """
 
     def __init__(self, path: str | Path, settings: Mapping):
         self.path = Path(path)
         settings = json.loads(json.dumps(settings))
+        if not self.path.parent.is_dir():
+            raise ValueError(f"{self.path}: there is no folder {self.path.parent}")
         self.resumed = self.path.exists()
         if self.resumed:
             self.data = read(self.path)
@@ -45,7 +49,6 @@ class Study:
                 "settings": settings,
                 "sweeps": {},
             }
-            self.save()
 
     def note(self, **facts) -> None:
         """Keep facts on the machine and the target, unless they are there already."""
@@ -95,6 +98,11 @@ class Study:
         self.data["sweeps"][sweep]["result"] = dict(result)
         self.save()
 
+    def discard(self) -> None:
+        """Remove the file, if this study began it and nothing has been measured."""
+        if not self.resumed and not any(entry["runs"] for entry in self.data["sweeps"].values()):
+            self.path.unlink(missing_ok=True)
+
     def save(self) -> None:
         """Write beside the file, then put it in the file's place."""
         partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
@@ -120,7 +128,21 @@ def read(path: str | Path) -> dict:
         raise ValueError(
             f"{path} has version {data.get('version')!r} of the format; this lab reads {VERSION}"
         )
+    _check(path, data)
     return data
+
+
+def _check(path: str | Path, data: dict) -> None:
+    """Raise a ValueError if something that every study of this version has is not there."""
+    sweeps = data.get("sweeps")
+    parts = {"predicted": dict, "variants": list, "plan": list, "runs": dict, "faults": dict}
+    whole = isinstance(data.get("settings"), dict) and isinstance(sweeps, dict)
+    whole = whole and all(
+        isinstance(entry, dict) and all(isinstance(entry.get(k), kind) for k, kind in parts.items())
+        for entry in sweeps.values()
+    )
+    if not whole:
+        raise ValueError(f"{path} is a study with parts missing; nothing was changed")
 
 
 def now() -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..cost import cached_values
-from ..model import Decoder
+from ..model import Decoder, quantize_weights
 from .local import DecoderTarget, Variant
 from .random_weights import as_mixture, random_decoder, with_heads
 from .settings import PAIRS
@@ -15,7 +15,7 @@ CODEC = {"codec": "int8"}
 def targets_here(decoder: Decoder) -> Callable[[str], DecoderTarget]:
     """The target of a sweep by its name. Random decoders have the shape of this one; made when asked for."""
     kept: dict[str, DecoderTarget] = {}
-    make = {"kv": _precisions, "heads": _heads, "moe": _mixtures}
+    make = {"kv": _precisions, "weights": _weights, "heads": _heads, "moe": _mixtures}
 
     def target(sweep: str) -> DecoderTarget:
         key = sweep if sweep in make else "base"
@@ -34,6 +34,12 @@ def _precisions(decoder: Decoder) -> dict[str, Variant]:
     cache = quantized.empty(1, tokens)
     bits = 8 * cache.nbytes / cached_values(decoder.spec, tokens)  # as allocated, scales and tail included
     return {full: Variant(decoder), few: Variant(decoder, "quantized", CODEC, kv_dtype=round(bits, 3))}
+
+
+def _weights(decoder: Decoder) -> dict[str, Variant]:
+    """The weights in few bits, and the cache of both as it was."""
+    full, few = PAIRS["weights"]
+    return {full: Variant(decoder), few: Variant(quantize_weights(decoder))}
 
 
 def _heads(decoder: Decoder) -> dict[str, Variant]:

@@ -11,6 +11,7 @@ from ..caches.base import Cache, row_counts
 from ..cost import ModelSpec
 from ..rope import Rope
 from .families import block, family_of
+from .int8 import Int8Matrix
 from .positions import ropes
 from .products import matrix, product
 from .tensors import Tensors
@@ -23,7 +24,8 @@ class Decoder(nn.Module):
     Weights keep their dtype and device.
 
     Attributes: `spec`, `blocks`, `rope`, `stop_ids` (tokens that end a reply; set by `load`); `local_rope`,
-    the rotation of layers with a window where it is another one (Gemma 3), else None.
+    the rotation of layers with a window where it is another one (Gemma 3), else None; `weight_format`, "int8"
+    after `quantize_weights`, else None.
     Raises ValueError for an architecture that is not there, for a configuration that contradicts itself, and
     for a tensor that is missing or misshapen.
     """
@@ -32,7 +34,7 @@ class Decoder(nn.Module):
         super().__init__()
         family = family_of(spec)
         take = Tensors(weights, spec.name)
-        self.spec, self.stop_ids = spec, ()
+        self.spec, self.stop_ids, self.weight_format = spec, (), None
         self.rope, self.local_rope = ropes(spec)
         self.embedding = matrix([take("model.embed_tokens.weight", spec.vocab, spec.d_model)])
         self.blocks = nn.ModuleList(
@@ -47,7 +49,9 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        """Of the residual stream, whatever the weights are stored in."""
+        tied = isinstance(self.embedding, Int8Matrix)
+        return self.norm.weight.dtype if tied else self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +64,10 @@ class Decoder(nn.Module):
 
     def embed(self, ids: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
         """Rows of the embedding, scaled where the family does (Gemma)."""
-        x = F.embedding(ids, self.embedding)
+        if isinstance(self.embedding, Int8Matrix):
+            x = self.embedding.looked_up(ids, self.dtype)
+        else:
+            x = F.embedding(ids, self.embedding)
         if self.embedding_scale is None:
             return x
         return x * torch.tensor(self.embedding_scale).to(x.dtype)  # rounded as the model was trained with

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..caches import Cache
 from ..cost import ModelSpec
 from ..rope import Rope
+from .int8 import Int8Matrix
 from .norms import RMSNorm
 from .products import matrix, product
 from .tensors import Tensors, vector
@@ -86,8 +87,8 @@ class LatentAttention(nn.Module):
             out = self.within(torch.cat([nope, turning], dim=-1), latent)
         else:
             cache.append(self.layer, latent, None, lengths=lengths)
-            q = torch.cat([nope @ self.k_up, turning], dim=-1)  # into the latent's space
-            out = cache.attend(self.layer, q, softmax_scale=self.softmax_scale) @ self.v_up.mT
+            q = torch.cat([nope @ _dense(self.k_up, x), turning], dim=-1)  # into the latent's space
+            out = cache.attend(self.layer, q, softmax_scale=self.softmax_scale) @ _dense(self.v_up, x).mT
         return product(out.transpose(1, 2).reshape(B, S, -1), self.o, self.o_bias)
 
     def _bias(self) -> Tensor | None:
@@ -102,7 +103,12 @@ class LatentAttention(nn.Module):
         DeepSeek-V3 instead of 512 + 64.
         """
         c, shared = latent.split([self.mla.kv_rank, self.mla.rope_dim], dim=-1)
-        k = torch.cat([c @ self.k_up.mT, shared.expand(-1, self.heads, -1, -1)], dim=-1)
+        k = torch.cat([c @ _dense(self.k_up, c).mT, shared.expand(-1, self.heads, -1, -1)], dim=-1)
         return F.scaled_dot_product_attention(
-            q, k, c @ self.v_up.mT, is_causal=q.shape[2] > 1, scale=self.softmax_scale
+            q, k, c @ _dense(self.v_up, c).mT, is_causal=q.shape[2] > 1, scale=self.softmax_scale
         )
+
+
+def _dense(weight: Tensor | Int8Matrix, like: Tensor) -> Tensor:
+    """A projection of all heads as numbers: both ways through it are products of a batch of matrices."""
+    return weight.dense(like.dtype) if isinstance(weight, Int8Matrix) else weight

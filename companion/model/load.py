@@ -45,8 +45,10 @@ def load(
 
     dtype, device: of the weights. On a CPU keep float32; use bfloat16 on GPUs of capability 8.0 and newer.
 
-    Returns (decoder, tokenizer). Raises ValueError, naming the file, for whatever cannot be loaded whole.
+    Returns (decoder, tokenizer). Raises ValueError, naming the file, for whatever cannot be loaded whole, and
+    for a device that is not there.
     """
+    check_device(device)
     if str(name) in NAMES:
         return _load_gguf(NAMES[str(name)](), dtype, device, str(name))
     path = Path(name)
@@ -59,6 +61,15 @@ def load(
         f"model {str(name)!r} is neither a known name ({', '.join(near or NAMES)}) nor a .gguf file "
         "nor a folder of safetensors"
     )
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raise a ValueError, naming it, for a device that torch does not know or this machine lacks."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as e:
+        why = str(e).strip().splitlines()[0].split(". ")[0].rstrip(".")[:120]
+        raise ValueError(f"device={str(device)!r} cannot be used here: {why}") from None
 
 
 def _load_gguf(path: Path, dtype, device, name: str) -> tuple[Decoder, Tokenizer]:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .int8 import Int8Matrix
+
 FEW = 32  # rows; beyond, one product of the library is as fast
 SIDES = 8  # rows up to which the sides are worth changing, for matrices with no fewer outputs than inputs
 
@@ -24,11 +26,13 @@ def matrix(parts: list[Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.cat(parts).detach().contiguous(), False)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
     """F.linear(x, weight, bias) for x (..., in) and weight (out, in); faster for few rows on a CPU.
 
     Which kernel computes it depends on the number of rows, so the last bits of a row's result do too.
     """
+    if isinstance(weight, Int8Matrix):
+        return weight(x, bias)
     out, width = weight.shape
     rows = x.numel() // width
     if not 0 < rows <= FEW or weight.dtype != torch.float32 or weight.device.type != "cpu":

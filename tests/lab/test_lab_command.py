@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from made_up import HERE, SPEC, MadeUpTarget, WritingServer
@@ -11,10 +12,10 @@ from scripted import ScriptedClock, ScriptedTransport, refusal
 
 from companion.cost import decode_step
 from companion.lab import command, variants
-from companion.lab.command import peak_bandwidth
 from companion.lab.probes import Probe
 from companion.lab.settings import CPU, GPU, LOCAL, SERVER, chosen, plan
 from companion.lab.store import read
+from companion.lab.targets import peak_bandwidth
 
 
 def run(*argv):
@@ -103,7 +104,7 @@ def test_disturbed_probes_are_taken_again(local, monkeypatch, bad):
     if bad == 3:
         with pytest.raises(ValueError, match="it still falls; or name the device with --hardware"):
             run("--sweeps", "batch")
-        assert "probes" not in read("lab.json")
+        assert not Path("lab.json").exists()
     else:
         assert run("--sweeps", "batch") == 0 and read("lab.json")["hardware"]["bandwidth"] == 20e9
 
@@ -128,6 +129,9 @@ def test_the_same_again_measures_nothing(local):
 def test_json(local, capsys):
     assert run("--sweeps", "batch", "--json", "--out", "mine") == 0
     told = json.loads(capsys.readouterr().out)
+    assert {*told} == {"version", "sweeps", "study", "report"} and told["version"] == 1
+    assert {*told["sweeps"]["batch"]} >= {"fits", "verdicts", "table", "planned", "measured"}
+    assert run("--report", "mine.json", "--json") == 0 and json.loads(capsys.readouterr().out) == told
     assert told["study"] == "mine.json" and told["sweeps"]["batch"]["verdicts"][0]["outcome"]
 
 
@@ -194,13 +198,53 @@ def test_the_key_is_in_no_file(server, monkeypatch, tmp_path, capsys):
         (WritingServer(), ("--sweeps", "kv"), "sweeps: 'kv' is none here; accepted: context, batch, prefix"),
         (WritingServer(), ("--rounds", "0"), "rounds must be at least 1"),
         (WritingServer(), ("--contexts", "1,x"), "contexts must be whole numbers"),
+        (WritingServer(), ("--batches", ""), "batches must be whole numbers"),
+        (WritingServer(), ("--sweeps", " ,"), "sweeps: none named in ' ,'; accepted: context, batch"),
+        (WritingServer(), ("--spec", "smollm2-135m", "--weights", "0"), "weights: bits per value"),
+        (WritingServer(), ("--spec", "smollm2-135m", "--kv", "int9"), "kv must be one of"),
+        (WritingServer(), ("--out", "nowhere/lab"), "there is no folder nowhere"),
+        (WritingServer(), ("--out", ""), "out must be the name of a file"),
+        (WritingServer(), ("--transformers", "x"), "transformers and endpoint each name"),
+        (refusal(400, "too warm"), ("--model", "m"), "the request was refused, status 400"),
     ],
 )
-def test_one_clear_line(server, answer, argv, says):
+def test_one_clear_line(server, tmp_path, answer, argv, says):
     server(answer)
     with pytest.raises(ValueError, match=says) as e:
         run("--endpoint", "h:1", *argv)
     assert "\n" not in str(e.value)
+    assert list(tmp_path.iterdir()) == []  # or the mended command would be told of other settings
+
+
+def test_a_warm_up_that_fails_leaves_nothing_and_what_was_measured_stays(server, tmp_path):
+    broken = [WritingServer().answer("GET", None), refusal(400, "too warm")]
+    for before in (0, 15):
+        if before:
+            server(WritingServer())
+            run("--endpoint", "h:1", "--sweeps", "context")
+        server(*broken)
+        with pytest.raises(ValueError, match="too warm"):
+            run("--endpoint", "h:1", "--sweeps", "context", "--rounds", "4")
+        names = sorted(p.name for p in tmp_path.iterdir())
+        assert names == (["lab.html", "lab.json"] if before else [])
+    assert len(read("lab.json")["sweeps"]["context"]["runs"]) == 15
+
+
+def test_a_name_may_end_in_json(server, capsys):
+    server(WritingServer())
+    assert run("--endpoint", "h:1", "--sweeps", "batch", "--out", "mine.json") == 0
+    assert capsys.readouterr().out.endswith("mine.json\nmine.html\n")
+
+
+def test_help_has_examples_that_parse():
+    """Each line of the examples is a command with arguments that there are; exit codes are told."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    lines = [line.split("  ")[0] for line in map(str.strip, parser.epilog.splitlines())]
+    examples = [line.split()[2:] for line in lines if line.startswith("companion lab")]
+    assert len(examples) >= 6 and "Exit codes: 0 measured" in parser.format_help()
+    for argv in examples:
+        parser.parse_args(argv)
 
 
 def test_the_sizes_fit_the_model():

@@ -172,13 +172,16 @@ def test_what_each_sweep_compares():
     assert here("context") is here("batch") and [*here("context").shapes] == ["base"]
     full, few = here("kv").shapes.values()
     assert full.kv_dtype == "fp32" and 8 < few.kv_dtype < 12 and full.spec == few.spec
+    full, few = here("weights").shapes.values()
+    assert (full.weight_dtype, full.kv_dtype, few.kv_dtype) == ("fp32", "fp32", "fp32")
+    assert full.spec == few.spec and 8 < few.weight_dtype < 10  # scales of 32 bits for rows of 32 and 64
     grouped, wide = here("heads").shapes.values()
     assert (grouped.spec.kv_heads, wide.spec.kv_heads) == (2, 4)
     dense, mixture = here("moe").shapes.values()
     assert dense.spec.moe is None and (mixture.spec.moe.experts, mixture.spec.moe.top_k) == (8, 2)
 
 
-@pytest.mark.parametrize("name", ["kv", "heads", "moe"])
+@pytest.mark.parametrize("name", ["kv", "weights", "heads", "moe"])
 def test_pairs_run_and_are_judged(name, tmp_path):
     """Real times of a tiny model, so the outcome is anything; every pair has one, and its prediction."""
     sizes = Sizes((16,), (1,), 16, 64, None, pair_batches=(1, 2))
@@ -186,10 +189,28 @@ def test_pairs_run_and_are_judged(name, tmp_path):
     target = targets_here(random_decoder(SPEC))(name)
     study = Study(tmp_path / "s.json", {})
     result = sweep(target, points, study, hardware=HERE)
-    assert result["measured"] == len(points) and len(result["verdicts"]) == (1 if name == "kv" else 2)
+    assert result["measured"] == len(points) and len(result["verdicts"]) == {"kv": 1, "weights": 4}.get(
+        name, 2
+    )
     entry = study.data["sweeps"][name]
     assert entry["variants"] == [*PAIRS[name]] and len(entry["predicted"]) == len(points) / 2
     assert all(PAIRS[name][1] in v["claim"] and v["value"] > 0 for v in result["verdicts"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype, name", [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_int8_weights_are_predicted_by_the_bytes_that_a_step_reads(tied, dtype, name):
+    """An own embedding is looked up, not read; a tied one is the output head. Scales and norms count."""
+    spec = ModelSpec.from_config(CONFIG | {"tie_word_embeddings": tied}, name="tiny")
+    decoder = random_decoder(spec, dtype=dtype)
+    shape = targets_here(decoder)("weights").shapes["int8"]
+    channels = 2 * (8 * 8 + 32 + 2 * 64 + 32) + 96  # q, k, v; o; gate, up; down; the head
+    norms = 5 * 32
+    inputs = 2 * (64 * 32 + 32 * 32 + 128 * 32 + 32 * 64) + 96 * 32
+    item = decoder.dtype.itemsize
+    read = inputs + item * (channels + norms)
+    step = decode_step(spec, HERE, 1, 10, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
+    assert abs(step.weights_bytes - read) <= read * 1e-4 and shape.kv_dtype == shape.compute_dtype == name
 
 
 def test_full_heads_have_nothing_to_be_compared_with():

@@ -1,5 +1,6 @@
 """The page: whole by itself, the numbers those of the study, and a server's words harmless."""
 
+import importlib
 import re
 from html.parser import HTMLParser
 
@@ -64,7 +65,7 @@ def test_the_numbers_are_those_of_the_study(study):
         assert v["claim"] in text and v["reason"] in text
     fit, told = (result["fits"][k]["coefficients"]["slope"] for k in ("itl", "itl predicted"))
     for value in (fit["value"], fit["low"], fit["high"], told["value"]):
-        assert f"{value * 1e9:,.4g}" in text
+        assert f"{value * 1e9:,.0f}" in text  # thousands of nanoseconds, and no exponent
     assert "a pencil" in text and "20.0 GB/s" in text and "leaves the bandwidth line at batch 32" in text
     assert "12 of 12 runs" in text
 
@@ -74,6 +75,50 @@ def test_every_run_is_a_dot_and_every_prediction_a_line(study):
     dots = [len(c.find_all("circle")) for c in charts]
     assert dots == [12, 9, 9]  # ITL of all, TTFT of the prompts, throughput of the batches
     assert [len(c.select("path.predicted")) for c in charts] == [1, 1, 1]
+
+
+def test_the_fitted_line_goes_where_the_fit_says(study, monkeypatch):
+    """It begins and ends where something was measured, and passes through the curve in the chart's unit."""
+    drawn = []
+    page = importlib.import_module("companion.lab.report")
+    monkeypatch.setattr(page, "chart", lambda *given: drawn.append(given[-1]) or chart(*given))
+    charts = BeautifulSoup(report(study), "html.parser").find_all("svg")
+    assert [len(c.select("path.fitted")) for c in charts] == [1, 1, 0]  # no curve is fitted to throughput
+    fits = study["sweeps"]["context"]["result"]["fits"]
+    for points, name, ends in zip(drawn, ("itl", "ttft"), ((64, 4096), (64, 1024))):
+        a, b, c = (
+            fits[name]["coefficients"].get(k, {"value": 0})["value"]
+            for k in ("intercept", "slope", "curvature")
+        )
+        assert (points[0][0], points[-1][0]) == ends
+        assert [y for _, y in points] == pytest.approx([1e3 * (a + b * x + c * x * x) for x, _ in points])
+
+
+def test_a_line_lies_where_its_dots_would():
+    ends = [(10, 2.0), (100, 10.0)]
+    svg = BeautifulSoup(chart("t", "x", "y", {"a": ends}, {}, [*ends, (100, -1.0)]), "html.parser")
+    places = [p.split() for p in svg.select_one("path.fitted")["d"].removeprefix("M").split("L")]
+    assert places[:2] == [[c["cx"], c["cy"]] for c in svg.find_all("circle")]
+    assert float(places[2][1]) == 228  # on the axis, not below it
+
+
+def test_a_column_without_values_is_left_out(study):
+    soup = BeautifulSoup(report(study), "html.parser")
+    heads = [[c.get_text() for c in t.find_all("th")] for t in soup.find_all("table")]
+    assert not any("Variant" in names for names in heads)  # there is one
+    assert sum("TTFT, ms" in names for names in heads) == 4  # the table and the runs of either sweep
+    for t in soup.find_all("table"):
+        rows = [r.find_all("td") for r in t.find_all("tr")[1:]]
+        assert all(any(row[i].get_text() for row in rows) for i in range(len(rows[0])))
+
+
+def test_moments_and_numbers_are_for_people(study):
+    slope = study["sweeps"]["context"]["result"]["fits"]["itl"]["coefficients"]["slope"]
+    slope["value"] = 1.88474e-5
+    text = BeautifulSoup(report(study), "html.parser").get_text(" ")
+    assert "18,847" in text
+    assert f"begun: {study['begun'].replace('T', ' ')[:19]} UTC" in text
+    assert not re.search(r"\d\.\d+e[+-]\d", text) and "+00:00" not in text
 
 
 def test_what_others_say_is_text(study):
@@ -116,7 +161,7 @@ def test_ticks_are_round_and_enclose(most):
 def test_a_dot_lies_where_its_number_is():
     svg = BeautifulSoup(chart("t", "x", "y", {"a": [(0, 0), (100, 10)]}, {}), "html.parser")
     low, high = ((float(c["cx"]), float(c["cy"])) for c in svg.find_all("circle"))
-    assert low == (64, 216) and high == (544, 16)
+    assert low == (72, 228) and high == (528, 34)
 
 
 def test_nothing_measured_is_no_chart():

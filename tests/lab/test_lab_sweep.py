@@ -28,7 +28,9 @@ SETTINGS = {"seed": 1}
 
 @pytest.fixture
 def study(tmp_path):
-    return Study(tmp_path / "study.json", SETTINGS)
+    study = Study(tmp_path / "study.json", SETTINGS)
+    study.save()
+    return study
 
 
 def points(contexts=CONTEXTS, rounds=4, **options):
@@ -223,7 +225,7 @@ def test_three_faults_in_a_row_end_a_sweep(study):
 
 def test_other_settings_are_not_mixed(tmp_path):
     path = tmp_path / "study.json"
-    Study(path, {"rounds": 3, "model": "a"})
+    Study(path, {"rounds": 3, "model": "a"}).save()
     before = path.read_bytes()
     with pytest.raises(ValueError, match="begun with rounds=3, and now it is 5"):
         Study(path, {"rounds": 5, "model": "a"})
@@ -231,7 +233,13 @@ def test_other_settings_are_not_mixed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", '{"format": "other"}', '{"format": "companion lab"}']
+    "content",
+    [
+        *("", "{", "[]", "null", '{"format": "other"}', '{"format": "companion lab"}'),
+        '{"format": "companion lab", "version": 1}',
+        '{"format": "companion lab", "version": 1, "settings": {"seed": 1}, "sweeps": {"context": {}}}',
+        '{"format": "companion lab", "version": 1, "settings": {"seed": 1}, "sweeps": []}',
+    ],
 )
 def test_a_file_that_is_no_study_is_left_alone(tmp_path, content):
     path = tmp_path / "study.json"
@@ -239,6 +247,32 @@ def test_a_file_that_is_no_study_is_left_alone(tmp_path, content):
     with pytest.raises(ValueError, match="study.json"):
         Study(path, SETTINGS)
     assert path.read_text() == content
+
+
+def test_nothing_is_written_before_there_is_something_to_keep(tmp_path):
+    study = Study(tmp_path / "study.json", SETTINGS)
+    assert not study.path.exists() and not study.resumed
+    study.note(machine="a pencil")
+    assert read(study.path)["machine"] == "a pencil"
+    study.discard()
+    assert not study.path.exists()
+
+
+def test_what_was_measured_or_was_there_is_not_discarded(tmp_path):
+    path = tmp_path / "study.json"
+    study = Study(path, SETTINGS)
+    sweep(MadeUpTarget(), points((64, 256), rounds=1), study)
+    study.discard()
+    assert len(read(path)["sweeps"]["context"]["runs"]) == 2
+    empty = tmp_path / "empty.json"
+    Study(empty, SETTINGS).save()
+    Study(empty, SETTINGS).discard()
+    assert empty.exists()
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="there is no folder"):
+        Study(tmp_path / "nowhere" / "study.json", SETTINGS)
 
 
 def test_whoever_reads_the_file_reads_it_whole(study):
