@@ -148,7 +148,8 @@ def _plot(
 ) -> None:
     contexts = contexts_for(sizing.context, crossings["full"])
     stacks = [stack(size(model, device, **{**arguments, "context": n})) for n in contexts]
-    title = f"{sizing.model} on {sizing.devices} x {sizing.hardware}, {sizing.batch:,} sequences"
+    one = f"{sizing.devices} x {sizing.hardware}" if sizing.devices > 1 else sizing.hardware
+    title = f"{sizing.model} on {one}, {sizing.batch:,} sequence{'s' if sizing.batch > 1 else ''}"
     subtitle = f"weights {sizing.weights_dtype}, cache {sizing.kv_dtype}"
     marks = [
         f"{label} {tokens:,} tokens"

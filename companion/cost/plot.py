@@ -17,9 +17,12 @@ _WIDTH, _HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 76, 58
 _STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #1f2328; } .title { font-size: 15px; font-weight: 600; }
-.weights { fill: #4c72b0; } .cache { fill: #dd8452; } .other { fill: #8c8c8c; }
-.memory { stroke: #c44e52; stroke-width: 2; } .axis { stroke: #8c8c8c; } .back { fill: #ffffff; }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3; } .back { fill: #0d1117; } }
+svg { background: #ffffff; }
+.weights { fill: #3c50f0; } .cache { fill: #ec5a10; } .other { fill: #8c8c8c; }
+.memory { stroke: #141414; stroke-width: 2; stroke-dasharray: 6 3; } .axis { stroke: #8c8c8c; }
+.back { fill: #ffffff; }
+@media (prefers-color-scheme: dark) {
+svg { background: #0d1117; } text { fill: #e6edf3; } .back { fill: #0d1117; } .memory { stroke: #e6edf3; } }
 """
 
 
@@ -109,9 +112,11 @@ def svg(stacks: Sequence[Stack], *, title: str, subtitle: str = "", marks: Seque
                     f'y="{y(at + amount):.2f}" height="{plot_h * amount / top:.2f}"/>'
                 )
             at += amount
-        middle = x + bar / 2
+        middle, above = x + bar / 2, y(at) - 5
+        if above - 12 < y(s.memory) < above + 5:  # the line would strike the number through
+            above = y(s.memory) - 5
         out.append(
-            f'<text x="{middle:.1f}" y="{y(at) - 5:.1f}" text-anchor="middle">{s.total / 1e9:,.4g}</text>'
+            f'<text x="{middle:.1f}" y="{above:.1f}" text-anchor="middle">{s.total / 1e9:,.4g}</text>'
             f'<text x="{middle:.1f}" y="{floor + 16}" text-anchor="middle">{_tokens(s.context)}</text>'
         )
     limit = stacks[0].memory
@@ -120,18 +125,16 @@ def svg(stacks: Sequence[Stack], *, title: str, subtitle: str = "", marks: Seque
         f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{floor}" y2="{floor}"/>',
         f'<line class="memory" data-bytes="{limit}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(limit):.2f}" '
         f'y2="{y(limit):.2f}"/>',
-        f'<text x="{_LEFT + 4}" y="{y(limit) - 4:.1f}">memory: {limit / 1e9:,.4g} GB '
-        f"({limit / 2**30:,.4g} GiB)</text>",
         f'<text x="{_LEFT - 52}" y="{_TOP - 8}">GB</text>',
         f'<text x="{_LEFT + plot_w / 2}" y="{_HEIGHT - 22}" text-anchor="middle">tokens cached per sequence'
         "</text>",
-        _legend(any(s.other for s in stacks)),
+        _legend(any(s.other for s in stacks), limit),
         "</svg>",
     ]
     return "\n".join(out) + "\n"
 
 
-def _legend(other: bool) -> str:
+def _legend(other: bool, memory: int) -> str:
     names = ["weights", "cache"] + (["other"] if other else [])
     x, out = _LEFT, []
     for name in names:
@@ -140,7 +143,10 @@ def _legend(other: bool) -> str:
             f'<text x="{x + 15}" y="{_HEIGHT - 6}">{name}</text>'
         )
         x += 80
-    return "".join(out)
+    said = f"memory: {memory / 1e9:,.4g} GB ({memory / 2**30:,.4g} GiB)"
+    middle = _HEIGHT - 10
+    out.append(f'<line class="memory" x1="{x}" x2="{x + 22}" y1="{middle}" y2="{middle}"/>')
+    return "".join(out) + f'<text x="{x + 28}" y="{_HEIGHT - 6}">{said}</text>'
 
 
 def _ticks(top: float) -> list[float]:

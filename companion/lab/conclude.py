@@ -5,6 +5,7 @@ the same curve at the same contexts as the measurement: so a slope stands beside
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from .fit import Fit, line, mean, parabola, ratio
 from .verdict import Verdict, verdict
@@ -30,8 +31,9 @@ def conclude(sweep: str, entry: Mapping) -> dict:
 
 def _context(entry: Mapping):
     itl, ttft = _series(entry, "itl_s"), _series(entry, "ttft_s")
+    steps = partial(line, relative=True)
     fits = {
-        "itl": _fit(line, *itl[:2]), "itl predicted": _fit(line, *itl[2:]),
+        "itl": _fit(steps, *itl[:2]), "itl predicted": _fit(steps, *itl[2:]),
         "ttft": _fit(parabola, *ttft[:2]), "ttft predicted": _fit(parabola, *ttft[2:]),
     }  # fmt: skip
     runs, contexts = len(itl[0]), itl[0]

@@ -58,9 +58,18 @@ class Fit:
         return {"coefficients": parts, "scatter": self.scatter, "points": self.points}
 
 
-def line(x: Sequence[float], y: Sequence[float], *, confidence: float = CONFIDENCE) -> Fit:
-    """y = intercept + slope x. At least two different x."""
-    return least_squares({"intercept": [1.0] * len(x), "slope": x}, y, confidence=confidence)
+def line(
+    x: Sequence[float], y: Sequence[float], *, relative: bool = False, confidence: float = CONFIDENCE
+) -> Fit:
+    """y = intercept + slope x. At least two different x.
+
+    relative: each point weighs by 1 / y^2, for scatter that grows with the time, as on a busy machine: there
+    equal weights give intervals that miss the truth more often than they say. y must be above 0 then.
+    """
+    columns = {"intercept": [1.0] * len(x), "slope": x}
+    return least_squares(
+        columns, y, weights=_relative("line", y) if relative else None, confidence=confidence
+    )
 
 
 def parabola(x: Sequence[float], y: Sequence[float], *, confidence: float = CONFIDENCE) -> Fit:
@@ -69,9 +78,13 @@ def parabola(x: Sequence[float], y: Sequence[float], *, confidence: float = CONF
     At least three different x, and y above 0.
     """
     columns = {"intercept": [1.0] * len(x), "slope": x, "curvature": [v * v for v in x]}
+    return least_squares(columns, y, weights=_relative("parabola", y), confidence=confidence)
+
+
+def _relative(curve: str, y: Sequence[float]) -> list[float]:
     if any(not v > 0 for v in y):
-        raise ValueError("parabola: y must be above 0")
-    return least_squares(columns, y, weights=[1 / (v * v) for v in y], confidence=confidence)
+        raise ValueError(f"{curve}: y must be above 0")
+    return [1 / (v * v) for v in y]
 
 
 def mean(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate:

@@ -86,7 +86,7 @@ def verdict(
     longer = None if contexts is None else _context_needed(estimate, low, high, expected, contexts)
     could = [] if needed is None else [f"{needed:,} runs instead of {runs:,}"]
     if longer is not None:
-        could.append(f"a context of {longer:,} tokens instead of {max(contexts):,}")
+        could.append(f"a context of {longer:,} tokens (if it takes as many) instead of {max(contexts):,}")
     hint = f"at least {' or '.join(could)} could tell" if could else "no feasible number of runs could tell"
     return Verdict(
         claim, UNTOLD, f"{text}; {edges}; {hint}", **found, runs_needed=needed, context_needed=longer

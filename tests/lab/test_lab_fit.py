@@ -73,6 +73,24 @@ def test_weights_are_repeated_points():
     assert weighted["x"].value == pytest.approx(many["slope"].value)
 
 
+@pytest.mark.parametrize("rise, least", [(1.0, 0.07), (8.0, 0.10)])
+def test_relative_scatter_needs_relative_weights(rise, least):
+    """A 95 % interval misses the slope in 5 of 100 sweeps; with equal weights it does in more."""
+    random, missed = np.random.default_rng(5), {True: 0, False: 0}
+    x = [0, 1024, 2048, 4096, 8192] * 4
+    for _ in range(2000):
+        y = [(1 + rise * n / 8192) * (1 + 0.05 * random.standard_normal()) for n in x]
+        for relative in missed:
+            slope = line(x, y, relative=relative)["slope"]
+            missed[relative] += not slope.low < rise / 8192 < slope.high
+    assert 0.035 < missed[True] / 2000 < 0.068 and missed[False] / 2000 > least
+
+
+def test_relative_weights_need_times():
+    with pytest.raises(ValueError, match="line: y must be above 0"):
+        line([1, 2, 3], [1.0, 0.0, 2.0], relative=True)
+
+
 def test_two_points_give_a_line_and_no_interval():
     fit = line([1, 2], [3.0, 5.0])
     assert fit["slope"].value == pytest.approx(2) and fit["slope"].degrees == 0
