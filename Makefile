@@ -15,7 +15,7 @@ export PIP_NO_INPUT = 1
 SHELL  := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: book test test-kernels notebooks prose serve lint clean help html unit kernels outputs site
+.PHONY: book test test-kernels notebooks prose serve lint clean help html unit kernels outputs site colab links
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -77,6 +77,7 @@ test: $(VENV)/.test lint unit kernels outputs html site
 lint: $(VENV)/.test
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/typos
 
 unit:
 	@$(PY) -m pytest tests --ignore tests/book --ignore tests/kernels -n 2 --dist loadscope
@@ -103,9 +104,17 @@ $(OLD)/.test: $(DEPENDS)
 outputs:
 	@$(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout 120 -n 2 --dist loadscope
 
+# The chapters' first cells, and three whole chapters, with the versions of Colab in an environment of their own.
+COLAB ?=
+colab: $(VENV)/.test
+	@$(PY) -m tools.colab_check $(COLAB)
+
+links: $(VENV)/.book
+	@$(PY) -m tools.links
+
 site:
 	@$(PY) -m pytest tests/book -n 2 --dist loadscope -rs
 
 clean:
-	rm -rf _build vendor node_modules $(OLD) .pytest_cache .ruff_cache .hypothesis
+	rm -rf _build vendor node_modules $(OLD) .venv-colab .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

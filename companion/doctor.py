@@ -1,10 +1,20 @@
-"""What this machine has, and which parts of the companion will run on it. Works without torch."""
+"""What this machine has, what will run on it and where, and how to add what it lacks. Works without torch."""
 
+import importlib
 import importlib.util
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+__all__ = ["add_missing", "placement", "report"]
+
+KEPT = ("torch", "triton", "numpy")  # on Colab these fit the driver and one another
+CHAPTERS = "what-a-token-costs[model,kernels,figures]"  # what every chapter may import
+_MISSING = "not installed"
 
 
 def report() -> dict[str, dict[str, str]]:
@@ -13,6 +23,47 @@ def report() -> dict[str, dict[str, str]]:
     found["torch sees"] = _torch()
     found["what will run"] = _verdicts()
     return found
+
+
+def placement() -> str:
+    """Two lines for the top of a notebook: on which device and in which type its numbers come about, and why.
+
+    The model stays on the CPU in float32 wherever it runs, so that every machine prints the same. Kernels and
+    their timings go to a GPU that torch can use, in 16 bits that it computes in natively.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return "Nothing that needs torch will run: torch is not installed."
+    import torch
+
+    model = "Model: cpu, float32, so that its numbers are the same on every machine."
+    runs = _triton({"torch": True, "triton": importlib.util.find_spec("triton") is not None})
+    if runs.startswith("no"):
+        return f"{model}\nKernels: {runs}."
+    if not torch.cuda.is_available():
+        return f"{model}\nKernels: cpu, in Triton's interpreter, float32, because torch sees no GPU."
+    device = torch.cuda.get_device_properties(0)
+    where = f"cuda, {device.name}, {device.total_memory / 2**30:.1f} GiB"
+    return f"{model}\nKernels: {where}, timed in {_dtype()}."
+
+
+def add_missing(requirement: str = CHAPTERS) -> None:
+    """Install what a requirement brings and this environment lacks; torch, triton and numpy stay as they are.
+
+    Raises RuntimeError with pip's reason where that cannot be, for example because the installed torch is too
+    old: then nothing was changed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "constraints.txt"
+        kept.write_text("".join(f"{n}=={v}\n" for n in KEPT if (v := _version(n)) != _MISSING))
+        pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+        done = subprocess.run(
+            [*pip, "-c", str(kept), requirement], capture_output=True, text=True, errors="replace"
+        )
+    if done.returncode:
+        which = done.stdout.partition("The conflict is caused by:")[2].partition("To fix this")[0]
+        why = " ".join(which.split()) or done.stderr.strip()[-800:]
+        raise RuntimeError(f"pip could not add what {requirement} needs: {why}")
+    importlib.invalidate_caches()
 
 
 def _machine() -> dict[str, str]:
@@ -50,7 +101,7 @@ def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return "not installed"
+        return _MISSING
 
 
 def _torch() -> dict[str, str]:
@@ -103,4 +154,8 @@ def _dtype() -> str:
         return "float32 (CPUs without native bfloat16 are several times slower in it)"
     # Not torch.cuda.is_bf16_supported(): that is True on a T4, by emulation.
     major, _ = torch.cuda.get_device_capability()
-    return "bfloat16" if major >= 8 else "float16 (no bfloat16 below capability 8.0)"
+    return (
+        "bfloat16 (native from capability 8.0)"
+        if major >= 8
+        else "float16 (no bfloat16 below capability 8.0)"
+    )

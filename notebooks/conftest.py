@@ -33,13 +33,15 @@ def pytest_configure(config):
 def speak_through_files(config) -> None:
     """Kernels listen on sockets in a folder of this process, where nobody else can take their names.
 
-    A TCP port is chosen before the kernel starts and bound seconds later: two workers may choose the same one,
-    and the loser waits for a kernel that never answers. The folder's path is short, as socket paths must be.
+    A TCP port is chosen before the kernel starts and bound seconds later: two workers may choose the same
+    one, and the loser waits for a kernel that never answers. The path is short, as those of sockets must be.
     """
     folder = tempfile.mkdtemp(prefix="nb-")
     plain = nbval.kernel.KernelManager
     number = itertools.count()
-    nbval.kernel.KernelManager = lambda **given: plain(transport="ipc", ip=f"{folder}/{next(number)}", **given)
+    nbval.kernel.KernelManager = lambda **given: plain(
+        transport="ipc", ip=f"{folder}/{next(number)}", **given
+    )
     config.add_cleanup(lambda: setattr(nbval.kernel, "KernelManager", plain))
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 

@@ -184,7 +184,7 @@ def test_a_file_that_may_not_be_read(monkeypatch, refused):
     "words, says",
     {
         "lab --contxts 5": "companion lab: error: unknown argument --contxts; did you mean --contexts?",
-        "size llama-3.1-8b --bacth=4": "companion size: error: unknown argument --bacth=4; did you mean --batch?",
+        "size llama-3.1-8b --bacth=4": "unknown argument --bacth=4; did you mean --batch?",
         "size llama-3.1-8b twice": "companion size: error: unknown argument twice (",
         "doctor --zzz": "companion doctor: error: unknown argument --zzz (",
         "generte Hello": "did you mean generate?",

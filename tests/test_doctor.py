@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -71,6 +73,44 @@ def test_tr_13_the_dtype_follows_the_capability(monkeypatch, capability, dtype):
     assert "cuda" in found["torch sees"]["devices"]
 
 
+@pytest.mark.parametrize(
+    "capability, said",
+    [
+        ((7, 5), "timed in float16 (no bfloat16 below capability 8.0)"),
+        ((8, 9), "timed in bfloat16 (native from capability 8.0)"),
+    ],
+)
+def test_placement_on_a_gpu(monkeypatch, capability, said):
+    a_gpu(monkeypatch, capability, "Tesla Test")
+    model, kernels = doctor.placement().splitlines()
+    assert model == "Model: cpu, float32, so that its numbers are the same on every machine."
+    assert kernels == f"Kernels: cuda, Tesla Test, 16.0 GiB, {said}."
+
+
+def test_placement_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "in Triton's interpreter, float32, because torch sees no GPU" in doctor.placement()
+    without(monkeypatch, "triton")
+    assert doctor.placement().endswith("Kernels: no: triton is not installed.")
+    a_gpu(monkeypatch, (9, 0))
+    assert doctor.placement().endswith("Kernels: no: triton is not installed.")
+    without(monkeypatch, "torch")
+    assert doctor.placement() == "Nothing that needs torch will run: torch is not installed."
+
+
+def test_placement_leaves_the_choice_of_the_interpreter():
+    code = """import sys
+import companion.doctor
+companion.doctor.placement()
+assert "triton" not in sys.modules and "torch" in sys.modules
+from companion.kernels import interpret, interpreted
+interpret()
+import triton
+assert interpreted()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def without(monkeypatch, *names):
     find = doctor.importlib.util.find_spec
     monkeypatch.setattr(
@@ -111,3 +151,46 @@ def test_packages_that_are_not_there(monkeypatch):
 
     monkeypatch.setattr(doctor, "version", missing)
     assert set(doctor.report()["packages"].values()) == {"not installed"}
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """What would be asked of pip: the command and the constraints, and the answer to give."""
+    asked = {"returncode": 0, "stderr": ""}
+
+    def run(command, **how):
+        asked["command"] = command
+        with open(command[command.index("-c") + 1]) as f:
+            asked["constraints"] = f.read().split()
+        return subprocess.CompletedProcess(command, asked["returncode"], "", asked["stderr"])
+
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    return asked
+
+
+def test_what_is_missing_is_added_beside_what_must_stay(pip):
+    doctor.add_missing()
+    assert pip["command"][:4] == [sys.executable, "-m", "pip", "install"]
+    assert pip["command"][-1] == "what-a-token-costs[model,kernels,figures]"
+    assert "--upgrade" not in pip["command"]
+    kept = {name: doctor.version(name) for name in ("torch", "triton", "numpy")}
+    assert pip["constraints"] == [f"{name}=={v}" for name, v in kept.items()]
+
+
+def test_what_is_not_there_is_not_held(pip, monkeypatch):
+    find = doctor.version
+
+    def found(name):
+        if name == "triton":
+            raise doctor.PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(doctor, "version", found)
+    doctor.add_missing()
+    assert [c.split("==")[0] for c in pip["constraints"]] == ["torch", "numpy"]
+
+
+def test_a_refusal_of_pip_is_passed_on(pip):
+    pip["returncode"], pip["stderr"] = 1, "ERROR: Cannot install torch>=2.6 and torch==2.4\n"
+    with pytest.raises(RuntimeError, match=r"needs: ERROR: Cannot install torch>=2.6 and torch==2.4$"):
+        doctor.add_missing()

@@ -1,7 +1,8 @@
 """The reference page: signatures and docstrings read from the source, so that a build needs no torch.
 
 A page names a module in a comment, `<!-- api: companion.attention -->`; in its place come the module's
-public functions and classes as Markdown. Docstrings are plain text with `code` in backticks.
+public functions and classes as Markdown. Docstrings are plain text with `code` in backticks. Under each
+stands where its source is, and which chapters call it; if none does, those that its section names.
 """
 
 from __future__ import annotations
@@ -17,23 +18,72 @@ ITEM = re.compile(rf"({_NAMES}): (\S.*)")  # `width: inches`
 WIDE = re.compile(rf"({_NAMES}) (\S.*)")  # in a block of columns, a name that fills its column
 COLUMNS = re.compile(rf"({_NAMES}) {{2,}}(\S.*)")  # `width   inches`
 MARKER = re.compile(r"^<!-- api: ([\w.]+) -->$", re.M)
+CHAPTER = re.compile(r"\.\./notebooks/(\d\d_\w+)\.ipynb")
 
 
 def expand(text: str, source_url: str, root: Path = ROOT) -> str:
     """The page with every marker replaced by its module's reference."""
-    return MARKER.sub(lambda m: module(m.group(1), source_url, root), text)
+    used = uses(root / "notebooks") if MARKER.search(text) else {}
+
+    def reference(found: re.Match) -> str:
+        section = text[text.rfind("\n## ", 0, found.start()) + 1 : found.start()]
+        return module(found.group(1), source_url, root, used, CHAPTER.findall(section))
+
+    return MARKER.sub(reference, text)
 
 
-def module(name: str, source_url: str, root: Path = ROOT) -> str:
-    """Markdown for one module or package; an unknown module or name is an error."""
+def module(name: str, source_url: str, root: Path = ROOT, used=None, builders: list[str] = ()) -> str:
+    """Markdown for one module or package; an unknown module or name is an error.
+
+    used: chapters by the full name that they call, as `uses` returns. builders: chapters for all others.
+    """
     base = root / name.replace(".", "/")
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     parts = [prose(ast.get_docstring(tree) or "")]
     for where, node in public(path, tree):
         url = f"{source_url}/{where.relative_to(root).as_posix()}#L{node.lineno}-L{node.end_lineno}"
-        parts.append(klass(node, url) if isinstance(node, ast.ClassDef) else function(node, url))
+        foot = [f"[source]({url})", *chapters((used or {}).get(f"{name}.{node.name}", []), builders)]
+        write = klass if isinstance(node, ast.ClassDef) else function
+        parts.append(write(node, " · ".join(foot)))
     return "\n\n".join(p for p in parts if p)
+
+
+def chapters(callers: list[str], builders: list[str]) -> list[str]:
+    """Links to the chapters that call a thing, or else to those that build its room."""
+    links = [f"[{int(c[:2])}](../notebooks/{c}.ipynb)" for c in callers or builders]
+    if not links:
+        return []
+    return [f"{'used in' if callers else 'see'} chapter{'s' * (len(links) > 1)} {', '.join(links)}"]
+
+
+def uses(folder: Path) -> dict[str, list[str]]:
+    """Chapters, in order, by the full name of what of the companion their code calls or imports."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(p for p in folder.glob("[0-9][0-9]_*.md") if p.with_suffix(".ipynb").exists()):
+        cells = re.findall(
+            r"^```\{code-cell\}[^\n]*\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S
+        )
+        for name in sorted(set().union(*map(_names, cells))):
+            found.setdefault(name, []).append(path.stem)
+    return found
+
+
+def _names(cell: str) -> set[str]:
+    """`companion.cost.size` for what a cell imports, or calls through `cost.` or its full name."""
+    code = re.sub(r"\A---\n.*?^---\n|\A(?::\w[^\n]*\n)+", "", cell, flags=re.S | re.M)  # without options
+    try:
+        tree = ast.parse(re.sub(r"^\s*[%!].*$", "", code, flags=re.M))
+    except SyntaxError:  # the set-up cell, without its magic
+        return set()
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("companion"):
+            names |= {f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Attribute):
+            full = ast.unparse(node)
+            names |= {full if full.startswith("companion.") else f"companion.{full}"}
+    return names
 
 
 def public(path: Path, tree: ast.Module):
@@ -61,11 +111,11 @@ def _documented(node: ast.stmt) -> bool:
     return isinstance(node, (ast.FunctionDef, ast.ClassDef))
 
 
-def function(node: ast.FunctionDef, url: str) -> str:
-    return f"### {node.name}\n\n```python\n{signature(node)}\n```\n\n{docs(node)}\n\n[source]({url})"
+def function(node: ast.FunctionDef, foot: str) -> str:
+    return f"### {node.name}\n\n```python\n{signature(node)}\n```\n\n{docs(node)}\n\n{foot}"
 
 
-def klass(node: ast.ClassDef, url: str) -> str:
+def klass(node: ast.ClassDef, foot: str) -> str:
     """A class: its fields if it is a dataclass, how it is made, and its public methods."""
     lines, methods = [f"class {node.name}" + _bases(node)], []
     for item in node.body:
@@ -76,7 +126,7 @@ def klass(node: ast.ClassDef, url: str) -> str:
         elif isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
             methods.append(method(item))
     body = f"### {node.name}\n\n```python\n" + "\n".join(lines) + f"\n```\n\n{docs(node)}"
-    return "\n\n".join([body, *methods, f"[source]({url})"])
+    return "\n\n".join([body, *methods, foot])
 
 
 def _bases(node: ast.ClassDef) -> str:

@@ -1,4 +1,4 @@
-"""The book's own Sphinx extension: where MathJax comes from, chapter numbers, anchors, the reference."""
+"""The book's own Sphinx extension: what a browser loads, chapter numbers, anchors, the reference."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 from docutils import nodes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools import assets
 from tools.apidoc import expand
 
-ROOT = Path(__file__).resolve().parent.parent
-CDN = "https://cdn.jsdelivr.net/npm/mathjax@3.2.2/es5/tex-chtml.js"
-CDN_HASH = "sha384-AHAnt9ZhGeHIrydA1Kp1L7FN+2UosbF7RQg6C+9Is/a7kDpQ1684C2iH2VWil6r4"
+CDN = f"{assets.CDN}mathjax@{assets.VERSIONS['mathjax']}/es5/tex-chtml.js"
+CDN_HASH = assets.HASHES["tex-chtml.js"]
 
 
-def choose_mathjax(app, config) -> None:
-    """MathJax from vendor/ where tools/assets.py filled it, else from the CDN with its hash."""
-    if (ROOT / "vendor/_static/mathjax/lock").exists():
+def choose_assets(app, config) -> None:
+    """MathJax and Pyodide from vendor/ where tools/assets.py fetched them, else from a CDN with hashes."""
+    assets.parts(assets.VENDOR)
+    config.html_extra_path = [str(assets.VENDOR)]
+    if assets.ready(assets.VENDOR):
         config.mathjax_path = "mathjax/tex-chtml.js"
-        config.html_extra_path = [str(ROOT / "vendor")]
     else:
         config.mathjax_path = CDN
         config.mathjax_options = {"integrity": CDN_HASH, "crossorigin": "anonymous", "defer": "defer"}
@@ -75,10 +76,27 @@ def leave_out_thebe(app, pagename, templatename, context, doctree) -> None:
     context["script_files"] = kept
 
 
+def leave_out_icon_script(app, exception) -> None:
+    """The theme's icons come as a font; it also loads a script of 1.5 MB that draws the same ones again.
+
+    Its template is written by a tool and has no switch, so the tag is taken out of the finished pages.
+    """
+    if exception or app.builder.name != "html":
+        return
+    for page in Path(app.outdir).rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        less = re.sub(r'<script src="[^"]*/fontawesome/[^"]*"></script>', "", text)
+        if less != text:
+            page.write_text(less, encoding="utf-8")
+    for script in Path(app.outdir, "_static/vendor/fontawesome").glob("*/js/all.min.js*"):
+        script.unlink()
+
+
 def setup(app) -> dict:
-    app.connect("config-inited", choose_mathjax)
+    app.connect("config-inited", choose_assets)
     app.connect("env-get-updated", number_by_file, priority=900)  # after those who count
     app.connect("html-page-context", leave_out_thebe, priority=900)
+    app.connect("build-finished", leave_out_icon_script)
     app.connect("source-read", write_reference)
     app.connect("doctree-read", offer_anchors)
     app.connect("env-get-outdated", watch_package)

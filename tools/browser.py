@@ -7,17 +7,19 @@ install. `with Browser() as b: visit = b.visit(url, width=390, dark=True)`.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import shutil
 import subprocess
 import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tornado.websocket import websocket_connect
+
+from tools.devtools import Page, Visit
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = [
@@ -38,16 +40,6 @@ FLAGS = [
 def find() -> str | None:
     """The path of a Chromium on this machine, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
-
-
-@dataclass
-class Visit:
-    """What the browser saw."""
-
-    url: str
-    errors: list[str] = field(default_factory=list)  # console errors, exceptions, failed requests
-    requests: list[str] = field(default_factory=list)
-    values: dict = field(default_factory=dict)  # results of the scripts
 
 
 class Browser:
@@ -95,106 +87,92 @@ class Browser:
         job = self._visit(url, width, height, dark, scripts or {}, screenshot, whole_page)
         return asyncio.run(asyncio.wait_for(job, self.timeout))
 
+    @contextmanager
+    def tab(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Tab]:
+        """A page that stays open: press keys, evaluate, wait, look. Each of these ends within `timeout`."""
+        with asyncio.Runner() as runner:
+            page = runner.run(asyncio.wait_for(self._open(url, width, height, dark), self.timeout))
+            try:
+                yield Tab(page, runner, self.timeout)
+                runner.run(page.call("Page.close"))
+            finally:
+                page.socket.close()
+
     async def _visit(self, url, width, height, dark, scripts, screenshot, whole_page) -> Visit:
+        page = await self._open(url, width, height, dark)
+        try:
+            for name, script in scripts.items():
+                page.visit.values[name] = await page.evaluate(script)
+            if screenshot:
+                await page.picture(screenshot, width, height, whole_page)
+            await page.call("Page.close")
+        finally:
+            page.socket.close()
+        return page.visit
+
+    async def _open(self, url, width, height, dark) -> Page:
         new = urllib.request.Request(f"http://127.0.0.1:{self.port}/json/new?about:blank", method="PUT")
         with urllib.request.urlopen(new, timeout=self.timeout) as reply:
             target = json.load(reply)
         socket = await websocket_connect(target["webSocketDebuggerUrl"], max_message_size=2**28)
-        page = _Page(socket, Visit(url))
+        page = Page(socket, Visit(url))
         try:
             for domain in ("Page", "Runtime", "Log", "Network"):
                 await page.call(f"{domain}.enable")
+            await page.call("Emulation.setFocusEmulationEnabled", enabled=True)
+            # Workers too: what they ask for and what goes wrong in them is otherwise not reported.
+            await page.call(
+                "Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=True, flatten=True
+            )
             scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
             await page.call("Emulation.setEmulatedMedia", features=scheme)
             await page.screen(width, height)
             await page.call("Page.navigate", url=url)
             await page.quiet()
-            for name, script in scripts.items():
-                page.visit.values[name] = await page.evaluate(script)
-            if screenshot:
-                tall = await page.evaluate("document.documentElement.scrollHeight") if whole_page else height
-                await page.screen(width, min(tall, 16_000))
-                picture = await page.call("Page.captureScreenshot", format="png")
-                Path(screenshot).write_bytes(base64.b64decode(picture["data"]))
-            await page.call("Page.close")
-        finally:
+        except BaseException:
             socket.close()
-        return page.visit
+            raise
+        return page
 
 
-class _Page:
-    """One tab: sends commands, and notes what goes wrong while it waits for answers."""
+class Tab:
+    """A page that stays open, driven from outside of asyncio."""
 
-    def __init__(self, socket, visit: Visit):
-        self.socket, self.visit = socket, visit
-        self.number, self.loaded, self.open = 0, False, {}  # open: request id -> address
-        self.coming: asyncio.Future | None = None
+    def __init__(self, page: Page, runner: asyncio.Runner, timeout: float):
+        self._page, self._runner, self._timeout = page, runner, timeout
+        self.visit = page.visit
 
-    async def call(self, method: str, **params) -> dict:
-        self.number += 1
-        number = self.number
-        await self.socket.write_message(json.dumps({"id": number, "method": method, "params": params}))
-        while True:
-            message = await self.read()
-            if message.get("id") == number:
-                if "error" in message:
-                    raise RuntimeError(f"{method}: {message['error']['message']}")
-                return message["result"]
+    def _run(self, job):
+        return self._runner.run(asyncio.wait_for(job, self._timeout))
 
-    async def read(self, patience: float | None = None) -> dict:
-        """The next message; TimeoutError after `patience` seconds, and then it is still to come."""
-        if self.coming is None:
-            self.coming = asyncio.ensure_future(self.socket.read_message())
-        # Not wait_for: it would cancel the read, and a message that had just arrived would be lost.
-        done, _ = await asyncio.wait({self.coming}, timeout=patience)
-        if not done:
-            raise TimeoutError
-        text, self.coming = self.coming.result(), None
-        if text is None:
-            raise ConnectionError("Chromium closed the page")
-        message = json.loads(text)
-        self.note(message.get("method", ""), message.get("params", {}))
-        return message
+    def evaluate(self, expression: str):
+        """The value of a JavaScript expression, awaited if it is a promise."""
+        return self._run(self._page.evaluate(expression))
 
-    def note(self, method: str, p: dict) -> None:
-        errors = self.visit.errors
-        if method == "Page.loadEventFired":
-            self.loaded = True
-        elif method == "Runtime.exceptionThrown":
-            detail = p["exceptionDetails"]
-            errors.append(detail.get("exception", {}).get("description") or detail["text"])
-        elif method == "Runtime.consoleAPICalled" and p["type"] == "error":
-            errors.append(
-                "console: " + " ".join(str(a.get("value", a.get("description"))) for a in p["args"])
-            )
-        elif method == "Log.entryAdded" and p["entry"]["level"] == "error":
-            errors.append(f"{p['entry']['text']} {p['entry'].get('url', '')}")
-        elif method == "Network.requestWillBeSent":
-            self.visit.requests.append(p["request"]["url"])
-            self.open[p["requestId"]] = p["request"]["url"]
-        elif method in ("Network.loadingFinished", "Network.loadingFailed"):
-            url = self.open.pop(p["requestId"], "")
-            if method.endswith("Failed") and not p.get("canceled"):
-                errors.append(f"a request failed: {p.get('errorText')} {url}")
+    def press(self, *keys: str) -> None:
+        """Press and release keys, one after another: a name of KEYS or a single character."""
+        self._run(self._page.press(keys))
 
-    async def quiet(self, still: float = 0.3) -> None:
-        """Until the page is loaded, no request is open, and nothing happened for a moment."""
-        while True:
-            try:
-                await self.read(still)
-            except TimeoutError:
-                if self.loaded and not self.open:
-                    break
-        await self.evaluate("window.MathJax?.startup?.promise?.then(() => true) ?? true")
+    def until(self, condition: str, patience: float | None = None) -> None:
+        """Wait until a JavaScript expression is true; TimeoutError names it."""
+        try:
+            self._runner.run(asyncio.wait_for(self._page.until(condition), patience or self._timeout))
+        except TimeoutError:
+            raise TimeoutError(f"not true in time: {condition}; {self.visit.errors}") from None
 
-    async def evaluate(self, expression: str):
-        result = await self.call(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
-        if "exceptionDetails" in result:
-            raise RuntimeError(f"{expression}: {result['exceptionDetails']['text']}")
-        return result["result"].get("value")
+    def call(self, method: str, **params) -> dict:
+        """A command of the DevTools protocol."""
+        return self._run(self._page.call(method, **params))
 
-    async def screen(self, width: int, height: int) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        await self.call("Emulation.setDeviceMetricsOverride", **size)
+    def goto(self, url: str) -> None:
+        """Another address in the same tab. One that differs after the # alone loads nothing."""
+        self._run(self._page.call("Page.navigate", url=url))
+        self._run(self._page.quiet())
+
+    def screen(self, width: int, height: int = 900) -> None:
+        self._run(self._page.screen(width, height))
+
+    def picture(
+        self, path: str | Path, width: int = 1280, height: int = 900, whole_page: bool = True
+    ) -> None:
+        self._run(self._page.picture(path, width, height, whole_page))

@@ -12,12 +12,14 @@ from tools.notebooks import (
     NOTEBOOKS,
     ROOT,
     SETUP,
+    SETUP_TAGS,
     output_texts,
     read_source,
     source_hash,
     tags,
     unstable_outputs,
 )
+from tools.reading import count_words
 
 FRAME = [  # the `##` headings that every chapter has, in this order; its own come between the first two
     "Before you run it: a prediction",
@@ -95,8 +97,10 @@ def cells(notebook) -> list[str]:
     """Size and tags of cells, and plain Markdown only."""
     problems = []
     code = [c for c in notebook.cells if c.cell_type == "code"]
-    if not code or code[0].source.strip() != SETUP or "setup" not in tags(code[0]):
-        problems.append("the first code cell is not the set-up cell of tools/notebooks.py, tagged `setup`")
+    if not code or code[0].source.strip() != SETUP or tags(code[0]) != SETUP_TAGS:
+        problems.append(
+            f"the first code cell is not the set-up cell of tools/notebooks.py, tagged {SETUP_TAGS}"
+        )
     for i, cell in enumerate(notebook.cells):
         if cell.cell_type == "code":
             problems += [f"cell {i}: {p}" for p in code_cell(cell)]
@@ -135,7 +139,8 @@ def figures(notebook) -> list[str]:
         alt = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
         if len(alt.split()) < 5:
             problems.append(f"cell {i}: a figure without alt text (mystnb.image.alt), got {alt!r}")
-        after = notebook.cells[i + 1].source if i + 1 < len(notebook.cells) else ""
+        following = (c.source for c in notebook.cells[i + 1 :] if not c.source.startswith("<div data-live="))
+        after = next(following, "")  # behind the place of an interactive part
         if not after.startswith("**Figure.**"):
             problems.append(f"cell {i}: a figure not followed by a paragraph that starts with **Figure.**")
         if all(t.startswith("<Figure") for j in (i - 1, i, i + 1) for t in _texts(notebook, j)):
@@ -230,11 +235,3 @@ def without_code(text: str) -> str:
     """Markdown without its code blocks and code spans; roles such as {ref}`x` and directives stay."""
     text = re.sub(r"^(```+|~~~+)(?!\{).*?^\1\s*$", "", text, flags=re.M | re.S)
     return re.sub(r"(?<![`}])`[^`\n]+`", "", text)
-
-
-def count_words(text: str) -> int:
-    """Words of prose: no code, no display mathematics, no tables, no HTML tags."""
-    text = re.sub(r"^```.*?^```\s*$|\$\$.*?\$\$", " ", text, flags=re.M | re.S)
-    text = re.sub(r"^\|.*$|<[^>]+>", " ", text, flags=re.M)
-    text = re.sub(r"\]\([^)]*\)", "] ", text)
-    return len(re.findall(r"[A-Za-z][\w'’-]*|\d[\d.,]*", text))

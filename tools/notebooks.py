@@ -24,19 +24,26 @@ import jupytext
 import nbformat
 from jupytext.combine import combine_inputs_with_outputs
 
+from tools.address import repository
+
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 CELL_TIMEOUT = 120  # seconds
 FORMAT = {"extension": ".md", "format_name": "myst"}
 
-SETUP = """\
+SETUP = f"""\
 try:
-    import companion
-except ImportError:  # on Colab: install the companion, keep the torch that is there
-    %pip install -q "what-a-token-costs[notebooks] @ git+https://github.com/what-a-token-costs/what-a-token-costs"
+    import companion.doctor
+except ImportError:  # as on Colab: add the companion and what it lacks; torch, triton and numpy stay
+    %pip install -q --no-deps "what-a-token-costs @ git+{repository()}"
+    import companion.doctor
+
+    companion.doctor.add_missing()
 import companion.figures
 
-companion.figures.use()"""
+companion.figures.use()
+print(companion.doctor.placement())"""
+SETUP_TAGS = ["setup", "measurement", "nbval-ignore-output"]  # what it prints depends on the machine
 
 # What no stored output may hold: it would differ on the next machine.
 UNSTABLE = {
@@ -221,8 +228,13 @@ def main(argv: list[str] | None = None) -> int:
             notebook = convert(md)
             if args.command == "make":
                 notebook = execute(notebook, name)
+            took = time.monotonic() - start
             write(notebook, md.with_suffix(".ipynb"))
-            print(f"{name}.ipynb written ({time.monotonic() - start:.0f} s)", flush=True)
+            if args.command == "make":
+                from tools.status import record
+
+                record(NOTEBOOKS, name, took, notebook)
+            print(f"{name}.ipynb written ({took:.0f} s)", flush=True)
         except Problem as problem:
             print(problem, file=sys.stderr)
             failed += 1

@@ -91,8 +91,8 @@ def decode_packed_part(q, store, *, starts, stops, window, softmax_scale, softca
 def write(k, v, k_cache, v_cache, *, slots=None, before=None, counts=None) -> bool:
     """New tokens (B, Hkv, S, D) into caches in the kernels' layout; False if torch should do it. v: or None.
 
-    slots: for pages, those of each row's real tokens, or all of them as a tensor (B, S); or before and counts:
-    tokens that a row had, and gets.
+    slots: for pages, those of a row's real tokens, or a tensor (B, S) with all; or before and counts: tokens
+    that a row had, and gets.
     """
     if not wanted(k, v, k_cache, v_cache):
         return False

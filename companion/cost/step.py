@@ -59,6 +59,11 @@ class StepCost:
         return self.tokens / self.seconds
 
     @property
+    def flops_per_second(self) -> float:
+        """The rate of the whole step: where it lies under a roofline."""
+        return self.flops / self.seconds
+
+    @property
     def intensity(self) -> float:
         return self.flops / (self.weights_bytes + self.kv_bytes)
 
@@ -66,6 +71,7 @@ class StepCost:
         extra = {
             "flops": self.flops,
             "tokens_per_second": self.tokens_per_second,
+            "flops_per_second": self.flops_per_second,
             "intensity": self.intensity,
         }
         return {**asdict(self), **extra}

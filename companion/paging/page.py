@@ -3,15 +3,13 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from inspect import signature
 
 from .errors import whole
 from .manager import BlockManager, PagedSequence
 
-LIMITS = {
-    "num_blocks": 4096,
-    "actions": 1000,
-    "tokens": 65536,
-}  # what a page can show, and how long it may take
+# What a page can show, and how long it may take.
+LIMITS = {"num_blocks": 4096, "actions": 1000, "tokens": 65536}
 DERIVED = ("utilisation_blocks", "utilisation_tokens", "waste", "hit_rate")
 
 
@@ -23,6 +21,8 @@ class _Stage:
 
     def __init__(self, num_blocks: int, block_size: int, prefix: bool) -> None:
         self.manager = BlockManager(num_blocks, block_size, prefix=prefix)
+        self.forgotten: list[int] = []  # blocks whose content was given up since this was emptied
+        self.manager.pool.on_forget = self._forget
         self.named: dict[str, PagedSequence] = {}
         self.words: list[object] = []
         self.numbers: dict[tuple[type, object], int] = {}
@@ -63,6 +63,10 @@ class _Stage:
         self.manager.evict(None if n is None else whole("n", n))
 
     # --- help ---------------------------------------------------------------------------------------------
+
+    def _forget(self, ids: list[int]) -> None:
+        self.forgotten += ids
+        self.manager.index.remove(ids)
 
     def _new(self, name) -> None:
         if not isinstance(name, str) or not name or name in self.named:
@@ -114,30 +118,130 @@ class _Stage:
         }
 
 
+# --- what an action did, for a reader ---------------------------------------------------------------------
+
+HEADS = {
+    "arrive": "{name} arrives with {more}",
+    "append": "{name} grows by {more}",
+    "fork": "{new} is a second {name}",
+    "crop": "{name} keeps {length}",
+    "finish": "{name} leaves",
+    "evict": "",
+}
+
+
+def _count(n: int, thing: str) -> str:
+    return f"{n} {thing}{'s' * (n != 1)}"
+
+
+def _changes(before: dict, after: dict, forgotten: list[int], copies: list) -> dict[str, list[int]]:
+    """Blocks by what happened to them; a block that was evicted may have been taken at once."""
+    old, new = ([b["refs"] for b in frame["pool"]] for frame in (before, after))
+    was = [b["state"] for b in before["pool"]]
+    written = {block for pair in copies for block in pair}
+    more = [i for i, (x, y) in enumerate(zip(old, new)) if x < y and i not in written]
+    less = [i for i, (x, y) in enumerate(zip(old, new)) if x > y]
+    found = [i for i in more if was[i] == "cached" and i not in forgotten]
+    return {
+        "found": found,
+        "shared": [i for i in more if was[i] == "live"],
+        "evicted": sorted(i for i in forgotten if was[i] == "cached"),
+        "forgotten": sorted(i for i in forgotten if was[i] == "live"),  # its owner writes other tokens in it
+        "taken": [i for i in more if was[i] != "live" and i not in found],
+        "left": [i for i in less if new[i] and i not in written],
+        "cached": [i for i in less if after["pool"][i]["state"] == "cached"],
+        "emptied": [i for i in less if after["pool"][i]["state"] == "empty"],
+    }
+
+
+SAID = {
+    "found": ("is found again", "are found again"),
+    "shared": ("has one owner more", "have one owner more"),
+    "evicted": ("is evicted", "are evicted"),
+    "forgotten": ("changes and can no longer be found", "change and can no longer be found"),
+    "copied": (),
+    "taken": ("is taken", "are taken"),
+    "left": ("stays with its other owners", "stay with their other owners"),
+    "cached": ("is free and can still be found", "are free and can still be found"),
+    "emptied": ("is free and empty", "are free and empty"),
+}
+
+
+def _told(action: dict, copies: list, before: dict, after: dict, changed: dict[str, list[int]]) -> str:
+    """What happened, in one sentence."""
+    name, new = action.get("name"), action.get("new")
+    had, has = (frame["sequences"].get(name, {"length": 0})["length"] for frame in (before, after))
+    words = {"more": _count(has - had, "token"), "length": _count(has, "token"), "name": name, "new": new}
+    said = [HEADS[action["do"]].format(**words)]
+    for what, verbs in SAID.items():
+        if what == "copied":
+            said += [f"block {a} is copied to block {b} before the write" for a, b in copies]
+        elif ids := changed[what]:
+            *most, last = map(str, ids)
+            many = f"blocks {', '.join(most)} and {last}" if most else f"block {last}"
+            said.append(f"{many} {verbs[bool(most)]}")
+    if action["do"] == "arrive" and after["sequences"][name]["shared"]:
+        said.append(f"{_count(after['sequences'][name]['shared'], 'token')} need no computing")
+    text = "; ".join(filter(None, said)) or "nothing is cached, so nothing is evicted"
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _script(text: object) -> list[dict]:
+    """Actions from one string, as it stands in an address: `arrive A the cat sat_fork A B_append B mat`."""
+    if not isinstance(text, str):
+        raise ValueError(f"script={text!r}; need a text")
+    actions = []
+    for piece in filter(None, map(str.split, text.split("_"))):
+        verb, *rest = piece
+        action: dict = {"do": verb} | dict(zip(("name",) if verb != "evict" else ("n",), rest))
+        rest = rest[1:]
+        if verb in ("arrive", "append"):
+            action["tokens"] = rest
+        elif rest:
+            action[{"fork": "new", "crop": "n"}.get(verb, "more")] = " ".join(rest)
+        if str(action.get("n", "")).isdecimal():
+            action["n"] = int(action["n"])
+        actions.append(action)
+    return actions
+
+
 def _frames(data: dict) -> list[dict]:
-    unknown = set(data) - {"num_blocks", "block_size", "prefix", "actions"}
+    unknown = set(data) - {"num_blocks", "block_size", "prefix", "actions", "script"}
     if unknown:
         raise ValueError(f"request: {sorted(unknown)} are no keys of it")
+    if "actions" in data and "script" in data:
+        raise ValueError("request: give actions or a script")
     num_blocks = whole("num_blocks", data.get("num_blocks"), 1)
-    actions = data.get("actions", [])
+    actions = _script(data["script"]) if "script" in data else data.get("actions", [])
     if num_blocks > LIMITS["num_blocks"]:
         raise ValueError(f"num_blocks={num_blocks}; a page shows at most {LIMITS['num_blocks']}")
     if not isinstance(actions, list) or len(actions) > LIMITS["actions"]:
         raise ValueError(f"actions: need a list of at most {LIMITS['actions']}")
     stage = _Stage(num_blocks, data.get("block_size"), bool(data.get("prefix", True)))
-    verbs: dict[str, Callable] = {
-        name: getattr(stage, name) for name in ("arrive", "append", "fork", "crop", "finish", "evict")
-    }
-    frames = [{"action": None, "error": None, "copies": [], **stage.state()}]
+    verbs: dict[str, Callable] = {name: getattr(stage, name) for name in HEADS}
+    state, size = stage.state(), _count(stage.manager.block_size, "token")
+    said = f"An empty pool: {_count(num_blocks, 'block')} of {size}."
+    frames = [{"action": None, "error": None, "copies": [], "told": said, "changed": {}, **state}]
     for action in actions:
-        error, copies = None, None
+        error, copies, stage.forgotten = None, [], []
         try:
             if not isinstance(action, dict) or action.get("do") not in verbs:
                 raise ValueError(f"action {action!r}: `do` must be one of {', '.join(verbs)}")
-            copies = verbs[action["do"]](**{k: v for k, v in action.items() if k != "do"})
+            verb = verbs[action["do"]]
+            given = signature(verb).bind(**{k: v for k, v in action.items() if k != "do"})
+            copies = verb(*given.args, **given.kwargs) or []
         except (ValueError, TypeError) as e:  # TypeError: an argument too many or too few
-            error = str(e).replace("_Stage.", "")
-        frames.append({"action": action, "error": error, "copies": copies or [], **stage.state()})
+            error = str(e)
+        before, state = state, stage.state()
+        changed = _changes(before, state, stage.forgotten, copies)
+        told = (
+            f"Refused: {error}. Nothing has changed."
+            if error
+            else _told(action, copies, before, state, changed)
+        )
+        frames.append(
+            {"action": action, "error": error, "copies": copies, "told": told, "changed": changed, **state}
+        )
     return frames
 
 
@@ -150,11 +254,14 @@ def live(request: str) -> str:
              {"do": "fork", "name": "A", "new": "B"}      {"do": "crop", "name": "A", "n": 5}
              {"do": "finish", "name": "A"}                {"do": "evict", "n": 1}
 
-    Tokens are a text, split at spaces, or a list of words and integers. Returns {"ok": true, "result":
-    {"frames": [...]}}: a frame has `action`, `error` (null, or why the action was refused; it has changed
-    nothing then), `copies` [[source, destination], ...], `sequences` by name with their tables, `pool` (every
-    block: state live, cached or empty, refs, tokens, findable), `free`, `eviction_order`, and `usage` with
-    utilisation and waste. A request that makes no sense: {"ok": false, "error": "..."}.
+    Tokens are a text, split at spaces, or a list of words and integers. Instead of `actions`, a `script` has
+    them in one string: "arrive A the cat sat_fork A B_append B mat_crop A 2_evict 1_finish A".
+
+    Returns {"ok": true, "result": {"frames": [...]}}: a frame has `action`, `error` (null, or why the action
+    was refused; it has changed nothing then), `told` (what happened, a sentence), `changed` (blocks by what
+    happened to them), `copies` [[source, destination], ...], `sequences` by name with their tables, `pool`
+    (every block: state live, cached or empty, refs, tokens, findable), `free`, `eviction_order`, and `usage`
+    with utilisation and waste. A request that makes no sense: {"ok": false, "error": "..."}.
     """
     try:
         data = json.loads(request)

@@ -2,7 +2,6 @@
 
 import copy
 import re
-from pathlib import Path
 
 import jupytext
 import nbformat
@@ -10,7 +9,7 @@ import pytest
 
 from tools import nbcheck
 from tools import notebooks as nb
-from tools.notebooks import NOTEBOOKS, SETUP
+from tools.notebooks import NOTEBOOKS, SETUP, SETUP_TAGS
 
 NAMES = nb.names()
 
@@ -62,7 +61,7 @@ kernelspec:
 **You will be able to** say which.
 
 ```{{code-cell}} ipython3
-:tags: [setup]
+:tags: [{", ".join(SETUP_TAGS)}]
 
 {SETUP}
 ```
@@ -190,6 +189,7 @@ FAULTS = {
     "numbers": (lambda n: cell(n, "print([3, 4])").outputs.pop(0), "numbers that the figure draws"),
     "caption": (replace("**Figure.**", "Figure"), "not followed"),
     "setup": (replace("import companion.figures", "import companion.figure"), "set-up cell"),
+    "compared": (untag("companion.figures.use()", tags=["setup"]), "set-up cell"),
     "tag": (untag("time.time()", tags=["measurement"]), "go together"),
     "skip": (untag("print([3, 4])", tags=["nbval-skip"]), "leave itself out"),
     "comment": (replace("print([3, 4])", "# NBVAL_SKIP\nprint([3, 4])"), "leave itself out"),
@@ -327,8 +327,3 @@ def test_prose_is_converted_without_a_run(small, monkeypatch):
 def test_words_are_those_of_the_prose():
     text = "Two words.\n\n```python\nnot these\n```\n\n| no | table |\n\n$$\nx y z\n$$\n\n"
     assert nbcheck.count_words(text + "[a link](b.md#c) <details>") == 4
-
-
-def test_every_setup_cell_installs_from_this_project():
-    config = (Path(nb.ROOT) / "_config.yml").read_text()
-    assert re.search(r"url: (https://github\.com/\S+)", config).group(1) in SETUP

@@ -1,6 +1,7 @@
 """The page's door: actions in, states out, as JSON; and a room that needs nothing but Python itself."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,166 @@ def test_a_refused_action_says_why_and_changes_nothing(action, message):
     assert message in after["error"] and "_Stage" not in after["error"] and not after["copies"]
     for key in ("sequences", "pool", "free", "eviction_order", "usage"):
         assert after[key] == before[key]
+
+
+# --- what a reader is told ----------------------------------------------------------------------------
+
+
+def script(text, **options):
+    request = {"num_blocks": 6, "block_size": 2, **options, "script": text}
+    reply = json.loads(live(json.dumps(request)))
+    assert reply["ok"], reply
+    return reply["result"]["frames"]
+
+
+def test_a_script_is_the_same_actions():
+    text = "arrive A the cat sat on the_fork A B_append B mat_crop A 3_evict 1_finish A_evict__  arrive C  1 "
+    words = ["the", "cat", "sat", "on", "the"]
+    assert script(text) == play(
+        do("arrive", "A", tokens=words),
+        do("fork", "A", new="B"),
+        do("append", "B", tokens=["mat"]),
+        do("crop", "A", n=3),
+        do("evict", n=1),
+        do("finish", "A"),
+        do("evict"),
+        do("arrive", "C", tokens=["1"]),
+    )
+    assert len(script("")) == len(script("_ _")) == 1
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("dance", "`do` must be one of arrive"),
+        ("arrive", "missing a required argument: 'name'"),
+        ("append Z x", "name='Z'"),
+        ("fork A", "missing a required argument: 'new'"),
+        ("fork A A", "name='A'"),
+        ("crop A", "missing a required argument: 'n'"),
+        ("crop A -1", "n='-1'"),
+        ("crop A two", "n='two'"),
+        ("crop A 1 2", "n='1 2'"),
+        ("finish A now", "unexpected keyword argument 'more'"),
+        ("evict all", "n='all'"),
+        ("evict 1 2", "unexpected keyword argument 'more'"),
+        ("arrive B 1 2 3 4 5 6 7", "and 3 are free"),
+    ],
+)
+def test_a_refused_piece_of_a_script(text, message):
+    before, after = script("arrive A a b c d e_" + text)[1:]
+    assert message in after["error"]
+    assert after["told"] == f"Refused: {after['error']}. Nothing has changed."
+    assert after["pool"] == before["pool"] and not any(after["changed"].values())
+
+
+def test_a_script_is_a_text_and_the_only_one():
+    for more in (
+        {"script": 3},
+        {"script": ["arrive A"]},
+        {"script": "", "actions": []},
+        {"script": "_x" * 1001},
+    ):
+        reply = json.loads(live(json.dumps({"num_blocks": 4, "block_size": 2, **more})))
+        assert not reply["ok"] and ("script" in reply["error"] or "actions" in reply["error"])
+
+
+def test_sentences():
+    text = "arrive A the cat sat on the_fork A B_fork A C_append B mat_append A rug_append C_crop A 5"
+    text += "_append A on_finish C_finish B_finish A_evict 1_evict_evict_arrive D_fork D E"
+    told = [f["told"] for f in script(text)]
+    assert told == [
+        "An empty pool: 6 blocks of 2 tokens.",
+        "A arrives with 5 tokens; blocks 0, 1 and 2 are taken.",
+        "B is a second A; blocks 0, 1 and 2 have one owner more.",
+        "C is a second A; blocks 0, 1 and 2 have one owner more.",
+        "B grows by 1 token; block 2 is copied to block 3 before the write.",
+        "A grows by 1 token; block 2 is copied to block 4 before the write.",
+        "C grows by 0 tokens.",
+        "A keeps 5 tokens.",
+        "A grows by 1 token; block 4 changes and can no longer be found.",
+        "C leaves; blocks 0 and 1 stay with their other owners; block 2 is free and empty.",
+        "B leaves; blocks 0 and 1 stay with their other owners; block 3 is free and can still be found.",
+        "A leaves; blocks 0, 1 and 4 are free and can still be found.",
+        "Block 3 is evicted.",
+        "Blocks 0, 1 and 4 are evicted.",
+        "Nothing is cached, so nothing is evicted.",
+        "D arrives with 0 tokens.",
+        "E is a second D.",
+    ]
+    full = script("arrive A a b c d_finish A_arrive B a b c e f g h i j k l_finish B_arrive C a b x")
+    assert [f["told"] for f in full[3:]] == [
+        "B arrives with 11 tokens; block 0 is found again; block 1 is evicted; "
+        "blocks 1, 2, 3, 4 and 5 are taken; 2 tokens need no computing.",
+        "B leaves; blocks 0, 2, 3, 4 and 5 are free and can still be found; block 1 is free and empty.",
+        "C arrives with 3 tokens; block 0 is found again; block 1 is taken; 2 tokens need no computing.",
+    ]
+    both = script("arrive A a b_fork A B_crop B 1_append B c_crop A 1_finish B")
+    assert [f["told"] for f in both[3:]] == [
+        "B keeps 1 token.",
+        "B grows by 1 token; block 0 is copied to block 1 before the write.",
+        "A keeps 1 token.",
+        "B leaves; block 1 is free and can still be found.",
+    ]
+
+
+def any_script(rng):
+    pieces, names, words = [], [], 0
+    for _ in range(30):
+        verb = rng.choice(
+            ("arrive", "arrive", "append", "append", "append", "fork", "crop", "finish", "evict")
+        )
+        name = rng.choice(names) if names else "A"
+        if verb in ("arrive", "fork"):
+            new = rng.choice("ABCDEF")
+            names = [*{*names, new}]
+            pieces.append(f"fork {name} {new}" if verb == "fork" else f"arrive {new}")
+        else:
+            pieces.append({"evict": f"evict {rng.randint(0, 2)}"}.get(verb, f"{verb} {name}"))
+        if verb == "crop":
+            pieces[-1] += f" {rng.randint(0, 9)}"
+        for _ in range({"arrive": rng.randint(0, 7), "append": rng.randint(1, 3)}.get(verb, 0)):
+            words += 1
+            pieces[-1] += f" {rng.choice(('a', 'b', words))}"
+    return "_".join(pieces)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_changed_is_what_changed(seed):
+    rng = random.Random(seed)
+    frames = script(any_script(rng), num_blocks=rng.randint(2, 9), block_size=rng.randint(1, 3))
+    for before, after in zip(frames, frames[1:]):
+        changed, old, new = after["changed"], before["pool"], after["pool"]
+        if after["error"]:
+            assert not any(changed.values()) and new == old
+            continue
+        copied = {block for pair in after["copies"] for block in pair}
+        moves = [k for k in changed if k not in ("evicted", "forgotten")]
+        for i, (was, now) in enumerate(zip(old, new)):
+            named = [k for k in moves if i in changed[k]]
+            assert len(named) <= 1
+            if was["refs"] != now["refs"]:
+                assert named or i in copied
+            for kind, holds in {
+                "taken": not was["refs"] and now["refs"],
+                "found": was["state"] == "cached" and was["tokens"] == now["tokens"] and now["refs"] == 1,
+                "shared": was["refs"] and now["refs"] == was["refs"] + 1,
+                "left": was["refs"] > now["refs"] > 0,
+                "cached": was["refs"] and now["state"] == "cached",
+                "emptied": was["refs"] and now["state"] == "empty",
+            }.items():
+                assert kind not in named or holds, (kind, i, after["action"])
+            gone = was["findable"] and not (
+                now["findable"] and now["tokens"][: len(was["tokens"])] == was["tokens"]
+            )
+            if gone:
+                assert i in changed["evicted"] + changed["forgotten"]
+            assert i not in changed["forgotten"] or (was["refs"] == now["refs"] == 1)
+            assert i not in changed["evicted"] or was["state"] == "cached"
+        length = {k: f["sequences"].get(after["action"].get("name"), {"length": 0})["length"]
+                  for k, f in (("old", before), ("new", after))}  # fmt: skip
+        if after["action"]["do"] == "append":
+            assert f"grows by {length['new'] - length['old']} token" in after["told"]
 
 
 @pytest.mark.parametrize(
