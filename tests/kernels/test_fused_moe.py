@@ -106,6 +106,7 @@ def test_nan_stays_where_it_is(form):
     assert not out[hurt].isfinite().any()
 
 
+@pytest.mark.usefixtures("even_dots")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_token_is_the_same_alone_and_in_any_batch(form):
     """Bit for bit, with a tile given; on every run; in both forms; and however tokens are ordered."""

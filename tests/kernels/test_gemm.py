@@ -61,6 +61,7 @@ def test_sizes_that_blocks_do_not_divide(form, K, N):
     assert off_by(out, exact(x, w, offsets)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.usefixtures("even_dots")
 @pytest.mark.parametrize("block_m", [1, 4, 16, 64])
 def test_both_forms_and_a_row_alone_agree_to_the_bit(block_m):
     """With a tile given, a row's sum has one order of terms wherever the row stands."""
@@ -90,6 +91,7 @@ def test_nan_stays_where_it_is(form):
     assert hurt[3:12].isnan().all() and hurt[15].isnan().all() and not hurt[1].isfinite().any()
 
 
+@pytest.mark.usefixtures("even_dots")
 def test_padding_is_not_read():
     """Views into storage that is NaN all around: rows, columns and experts beyond the shape."""
     x, w, offsets = case([3, 5, 0, 9])
