@@ -23,7 +23,8 @@ class Verdict:
     """claim: a sentence. low, high: the band, None where it has no edge. value, interval: what was found.
 
     runs_needed     fewest runs, at the same contexts, that could tell; None where told, or beyond a million
-    context_needed  shortest longest context, with as many runs, that could tell; None likewise
+    context_needed  shortest longest context, with as many runs, that could tell; None likewise. Whether the
+                    model takes as many is not asked
     reason          in words, with these numbers
     """
 
@@ -86,7 +87,7 @@ def verdict(
     longer = None if contexts is None else _context_needed(estimate, low, high, expected, contexts)
     could = [] if needed is None else [f"{needed:,} runs instead of {runs:,}"]
     if longer is not None:
-        could.append(f"a context of {longer:,} tokens (if it takes as many) instead of {max(contexts):,}")
+        could.append(f"a context of {longer:,} tokens instead of {max(contexts):,}")
     hint = f"at least {' or '.join(could)} could tell" if could else "no feasible number of runs could tell"
     return Verdict(
         claim, UNTOLD, f"{text}; {edges}; {hint}", **found, runs_needed=needed, context_needed=longer
