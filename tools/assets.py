@@ -53,18 +53,9 @@ def lock() -> str:
 
 def fetch(vendor: Path = VENDOR) -> str | None:
     """Fill vendor/ from npm; return why that was not possible, or None."""
-    npm = shutil.which("npm")
-    if npm is None:
-        return "npm is not installed"
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("package.json", "package-lock.json", ".npmrc"):
-            shutil.copy(WEB / name, folder)
-        try:
-            done = subprocess.run([npm, "ci"], cwd=folder, capture_output=True, text=True, timeout=180)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"npm ci failed: {error}"
-        if done.returncode:
-            return f"npm ci failed: {(done.stderr or done.stdout).strip()[-300:]}"
+        if why := install(WEB, Path(folder)):
+            return why
         modules = Path(folder) / "node_modules"
         for old in vendor.glob("pyodide-*"):
             shutil.rmtree(old)
@@ -74,6 +65,22 @@ def fetch(vendor: Path = VENDOR) -> str | None:
         for text in (WEB / "licenses").iterdir():  # the npm package has none
             shutil.copy(text, vendor / PYODIDE)
     (vendor / LOCKED).write_text(lock() + "\n", encoding="utf-8")  # last: says that the rest is complete
+    return None
+
+
+def install(locked: Path, folder: Path) -> str | None:
+    """Put what a package.json and its lock name into folder/node_modules; return why that failed, or None."""
+    npm = shutil.which("npm")
+    if npm is None:
+        return "npm is not installed"
+    for path in (locked / "package.json", locked / "package-lock.json", WEB / ".npmrc"):
+        shutil.copy(path, folder)
+    try:
+        done = subprocess.run([npm, "ci"], cwd=folder, capture_output=True, text=True, timeout=180)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"npm ci failed: {error}"
+    if done.returncode:
+        return f"npm ci failed: {(done.stderr or done.stdout).strip()[-300:]}"
     return None
 
 

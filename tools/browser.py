@@ -36,6 +36,14 @@ FLAGS = [
     "--remote-debugging-port=0",
 ]
 
+# How every page is looked at: the width in pixels, and whether it is dark.
+SCREENS = {
+    "phone-light": (390, False),
+    "phone-dark": (390, True),
+    "wide-light": (1280, False),
+    "wide-dark": (1280, True),
+}
+
 
 def find() -> str | None:
     """The path of a Chromium on this machine, or None."""

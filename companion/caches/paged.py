@@ -58,6 +58,10 @@ class PagedStorage:
         self.k[layer].flatten(1, 2)[:, slots] = k
         self.v[layer].flatten(1, 2)[:, slots] = v
 
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values in the kernels' layout."""
+        return self.k_cache(layer), self.v_cache(layer)
+
     def k_cache(self, layer: int) -> Tensor:
         """(num_blocks, block_size, Hkv, D), a view."""
         return self.k[layer].permute(1, 2, 0, 3)
@@ -146,8 +150,7 @@ class PagedCache(Cache):
         # The first layer of a step reserves slots for all layers, and copies what a fork still shares.
         self.storage.copy(self._tables.reserve([b + n for b, n in zip(before, new)]))
         slots = [self._tables.table(row).slots(b, b + n) for row, (b, n) in enumerate(zip(before, new))]
-        pages = self.storage.k_cache(layer), self.storage.v_cache(layer)
-        if not write(k, v, *pages, slots=slots):
+        if not write(k, v, *self.storage.pages(layer), slots=slots):
             for row, at in enumerate(slots):
                 if at:
                     self.storage.write(layer, self._index(at), k[row, :, : len(at)], v[row, :, : len(at)])
@@ -169,8 +172,7 @@ class PagedCache(Cache):
             sinks=sinks,
             return_lse=return_lse,
         )
-        pages = self.storage.k_cache(layer), self.storage.v_cache(layer)
-        found = decode(q, *pages, table=self._tables.tensor(), **options)
+        found = decode(q, *self.storage.pages(layer), table=self._tables.tensor(), **options)
         return attend(q, *self._gathered(layer, self._workspace()), **options) if found is None else found
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:

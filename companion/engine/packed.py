@@ -82,8 +82,7 @@ class PackedStep(Cache):
 
     def append(self, layer, k, v, *, lengths=None):
         self._check_kv(k, v)
-        pages = self.storage.k_cache(layer), self.storage.v_cache(layer)
-        if write(k, v, *pages, slots=self._slots[:, None]):
+        if write(k, v, *self.storage.pages(layer), slots=self._slots[:, None]):
             return
         for store, x in ((self.storage.k[layer], k), (self.storage.v[layer], v)):
             flat = store.flatten(1, 2)
@@ -180,9 +179,8 @@ class _Decodes(_Rows):
 
     def attend(self, step: "PackedStep", layer: int, q: Tensor, window: int | None, options: dict) -> Tensor:
         """q (B, Hq, 1, D) -> (B, Hq, 1, Dv)."""
-        pages = step.storage.k_cache(layer), step.storage.v_cache(layer)
         rows = dict(starts=self.starts, stops=self.stops, window=window)
-        found = decode(q, *pages, table=self.table, **rows, **options)
+        found = decode(q, *step.storage.pages(layer), table=self.table, **rows, **options)
         if found is not None:
             return found
         k, v = self.read(step, layer)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..caches import Cache, make_cache
-from ..cost import matmul_parameters
+from ..cost import ModelSpec, matmul_parameters
 from ..cost.dtypes import dtype_name
 from ..model import Decoder
 from .points import Point, Run
@@ -75,13 +75,12 @@ class DecoderTarget:
     @torch.inference_mode()
     def measure(self, point: Point) -> Run:
         v = self.variants.get(point.variant) or next(iter(self.variants.values()))
-        limit = v.decoder.spec.max_context
-        if limit is not None and point.context + point.new_tokens > limit:
-            return Run(fault=_too_long(point, limit))
+        if fault := _too_long(point, v.decoder.spec):
+            return Run(fault=fault)
         try:
             return self._measure(v, point)
         except (ValueError, RuntimeError) as e:  # no room for the cache; a cache that does not fit the model
-            return Run(fault=str(e).splitlines()[0][:200])
+            return Run(fault=_first_line(e))
 
     def _measure(self, v: Variant, point: Point) -> Run:
         d, ids = v.decoder, _ids(point, v.decoder.spec.vocab)
@@ -127,18 +126,12 @@ class TransformersTarget:
             return Run(
                 fault="a transformers model reads its prompts: points with prompt=False are not for it"
             )
-        limit = self.shapes["base"].spec.max_context
-        if limit is not None and point.context + point.new_tokens > limit:
-            return Run(fault=_too_long(point, limit))
+        if fault := _too_long(point, self.shapes["base"].spec):
+            return Run(fault=fault)
         try:
             return self._measure(point)
-        except (
-            IndexError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as e:  # no room; a model without such a cache
-            return Run(fault=(str(e) or type(e).__name__).splitlines()[0][:200])
+        except (IndexError, RuntimeError, TypeError, ValueError) as e:  # no room; no such cache
+            return Run(fault=_first_line(e))
 
     def _measure(self, point: Point) -> Run:
         cache = self._empty()
@@ -168,8 +161,15 @@ class TransformersTarget:
         return DynamicCache()
 
 
-def _too_long(point: Point, limit: int) -> str:
+def _too_long(point: Point, spec: ModelSpec) -> str | None:
+    limit = spec.max_context
+    if limit is None or point.context + point.new_tokens <= limit:
+        return None
     return f"{point.context} tokens and {point.new_tokens} more; the model takes {limit}"
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e) or type(e).__name__).splitlines()[0][:200]
 
 
 def _run(point: Point, ttft: float | None, steps: list[float], context: int, known: int) -> Run:

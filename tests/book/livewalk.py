@@ -6,14 +6,10 @@ import json
 import random
 from pathlib import Path
 
-from tools.browser import Browser, Tab
+from tools.browser import Tab
 
 ROOT = Path(__file__).resolve().parents[2]
 FOCUSABLE = "a[href], button, select, input, textarea, summary, [tabindex]:not([tabindex='-1'])"
-
-
-def start_browser() -> Browser:
-    return Browser(timeout=90)
 
 
 class Walk:

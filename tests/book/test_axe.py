@@ -7,12 +7,11 @@ or a Chromium is missing, or npm cannot reach its registry, the tests say so and
 import json
 import re
 import shutil
-import subprocess
 
 import pytest
 
-from tools.assets import WEB
-from tools.browser import Browser, find
+from tools.assets import WEB, install
+from tools.browser import SCREENS, find
 from tools.serve import serving
 from tools.sitecheck import toc
 
@@ -21,12 +20,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("npm") is None, reason="no npm found: pages were not looked at with axe"),
 ]
 
-SCREENS = {
-    "phone-light": (390, False),
-    "phone-dark": (390, True),
-    "wide-light": (1280, False),
-    "wide-dark": (1280, True),
-}
 
 # Faults of the theme, which we do not repair: (rule, the element's beginning, why it is not ours).
 THEME = {
@@ -63,26 +56,9 @@ RUN = f"""axe.run(document, {{preload: false, resultTypes: ["violations"],
 def axe(tmp_path_factory):
     """The text of axe-core, from npm."""
     folder = tmp_path_factory.mktemp("axe")
-    for path in (WEB / "axe" / "package.json", WEB / "axe" / "package-lock.json", WEB / ".npmrc"):
-        shutil.copy(path, folder)
-    done = subprocess.run(["npm", "ci"], cwd=folder, capture_output=True, text=True, timeout=180)
-    if done.returncode:
-        pytest.skip(
-            f"axe could not be fetched, so no page was looked at with it: {done.stderr.strip()[-200:]}"
-        )
+    if why := install(WEB / "axe", folder):
+        pytest.skip(f"axe could not be fetched, so no page was looked at with it: {why}")
     return (folder / "node_modules" / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser(timeout=240) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def site(html):
-    with serving(html) as address:
-        yield address
 
 
 def faults(browser, axe, url, width=1280, dark=False):

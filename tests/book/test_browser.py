@@ -9,7 +9,7 @@ import pytest
 
 from tools import assets
 from tools.booktools import CDN
-from tools.browser import Browser, find
+from tools.browser import SCREENS, find
 from tools.serve import serving
 from tools.sitecheck import parse, toc
 
@@ -18,12 +18,6 @@ pytestmark = pytest.mark.skipif(
     find() is None, reason="no Chromium found: pages were not looked at in a browser"
 )
 
-SCREENS = {
-    "phone-light": (390, False),
-    "phone-dark": (390, True),
-    "wide-light": (1280, False),
-    "wide-dark": (1280, True),
-}
 LOOK = {
     "too_wide": "document.documentElement.scrollWidth - innerWidth",
     "theme": "document.documentElement.dataset.theme",
@@ -36,18 +30,6 @@ LOOK = {
         .map(i => i.className)""",
     "broken_images": "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)",
 }
-
-
-@pytest.fixture(scope="module")
-def site(html):
-    with serving(html) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as running:
-        yield running
 
 
 def problems(visit, site, dark, formulas, mathjax_inside=True):

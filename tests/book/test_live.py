@@ -4,12 +4,11 @@ import json
 import random
 
 import pytest
-from livewalk import Walk, accessible, start_browser
+from livewalk import Walk, accessible
 
 from companion import cost
 from tools import assets
 from tools.browser import find
-from tools.serve import serving
 
 pytestmark = [
     pytest.mark.skipif(find() is None, reason="no Chromium found: the interactive parts were not tried"),
@@ -65,18 +64,6 @@ PARTS = {
     "roofline": ("notebooks/05_roofline", roofline),
     "experts": ("notebooks/13_moe", experts),
 }
-
-
-@pytest.fixture(scope="module")
-def site(html):
-    with serving(html) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with start_browser() as running:
-        yield running
 
 
 @pytest.mark.parametrize("name", PARTS)

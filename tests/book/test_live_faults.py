@@ -7,7 +7,7 @@ import threading
 from http.server import ThreadingHTTPServer
 
 import pytest
-from livewalk import ROOT, Walk, start_browser
+from livewalk import ROOT, Walk
 
 from tools import assets
 from tools.browser import find
@@ -40,12 +40,6 @@ export async function start({ host, call, state, save, ui }) {
     onChange: (model) => { save({ model }); update(); } }));
   await update();
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with start_browser() as running:
-        yield running
 
 
 @pytest.fixture

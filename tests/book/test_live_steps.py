@@ -5,12 +5,11 @@ import random
 import string
 
 import pytest
-from livewalk import FOCUSABLE, Walk, accessible, start_browser
+from livewalk import FOCUSABLE, Walk, accessible
 
 from companion import engine, paging
 from tools import assets
 from tools.browser import find
-from tools.serve import serving
 
 pytestmark = [
     pytest.mark.skipif(find() is None, reason="no Chromium found: the interactive parts were not tried"),
@@ -21,18 +20,6 @@ pytestmark = [
 
 LISTS = 55  # of actions, and as many settings of the scheduler
 PAGES = {"allocator": "notebooks/09_paged_cache.html", "scheduler": "notebooks/11_serving.html"}
-
-
-@pytest.fixture(scope="module")
-def site(html):
-    with serving(html) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with start_browser() as running:
-        yield running
 
 
 class Steps(Walk):

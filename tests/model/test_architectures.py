@@ -1,5 +1,7 @@
 """Thirteen architectures against transformers: logits in one pass, over a cache, in ragged rows; counts."""
 
+from functools import cache
+
 import pytest
 import torch
 from architectures import TINY, TOLERANCE, from_spec, ids, tiny
@@ -15,15 +17,13 @@ S = 24
 @pytest.fixture(scope="module")
 def built():
     """architecture -> (transformers model, decoder, ids (2, S), its logits), built when first asked for."""
-    done = {}
 
+    @cache
     @torch.inference_mode()
     def get(name):
-        if name not in done:
-            hf = tiny(name)
-            x = ids(2, S)
-            done[name] = hf, from_transformers(hf), x, hf(x).logits
-        return done[name]
+        hf = tiny(name)
+        x = ids(2, S)
+        return hf, from_transformers(hf), x, hf(x).logits
 
     return get
 

@@ -1,5 +1,7 @@
 """Every kind of cache under every architecture: transformers' logits where it makes sense, else an error."""
 
+from functools import cache
+
 import pytest
 import torch
 from architectures import TINY, TOLERANCE, ids, tiny
@@ -31,14 +33,12 @@ NONE = [(name, what) for what, (_, _, fit) in EXACT.items() for name in TINY if 
 @pytest.fixture(scope="module")
 def built():
     """architecture -> (decoder, two texts, transformers' logits of each), built when first asked for."""
-    done = {}
 
+    @cache
     @torch.inference_mode()
     def get(name):
-        if name not in done:
-            hf, texts = tiny(name), [ids(21), ids(17, seed=2)]
-            done[name] = from_transformers(hf), texts, [hf(t[None]).logits[0] for t in texts]
-        return done[name]
+        hf, texts = tiny(name), [ids(21), ids(17, seed=2)]
+        return from_transformers(hf), texts, [hf(t[None]).logits[0] for t in texts]
 
     return get
 

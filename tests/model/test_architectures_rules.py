@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -17,14 +18,12 @@ VISIBLE = 0.05  # five hundred times the tolerance of the parity tests
 @pytest.fixture(scope="module")
 def built():
     """architecture -> (transformers model, its weights, ids, its logits), built when first asked for."""
-    done = {}
 
+    @cache
     @torch.inference_mode()
     def get(name):
-        if name not in done:
-            hf, x = tiny(name), ids(2, 24)
-            done[name] = hf, hf.state_dict(), x, hf(x).logits
-        return done[name]
+        hf, x = tiny(name), ids(2, 24)
+        return hf, hf.state_dict(), x, hf(x).logits
 
     return get
 

@@ -1,5 +1,7 @@
 """Weights in int8: the model is the one whose weights have been rounded, and holds the bytes foretold."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,17 +37,15 @@ def matrices(hf):
 @pytest.fixture(scope="module")
 def built():
     """architecture -> (int8 decoder, decoder, two texts, transformers' logits with its weights rounded)."""
-    done = {}
 
+    @cache
     @torch.inference_mode()
     def get(name):
-        if name not in done:
-            hf, texts = tiny(name), [ids(21), ids(17, seed=2)]
-            decoder = from_transformers(hf)
-            for _, p, dim in matrices(hf):
-                p.copy_(rounded(p, dim))
-            done[name] = quantize_weights(decoder), decoder, texts, [hf(t[None]).logits[0] for t in texts]
-        return done[name]
+        hf, texts = tiny(name), [ids(21), ids(17, seed=2)]
+        decoder = from_transformers(hf)
+        for _, p, dim in matrices(hf):
+            p.copy_(rounded(p, dim))
+        return quantize_weights(decoder), decoder, texts, [hf(t[None]).logits[0] for t in texts]
 
     return get
 

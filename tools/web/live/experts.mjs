@@ -22,13 +22,10 @@ export async function start({ host, call, state, save, ui }) {
     weights: ui.among(FORMATS, state.weights, "bf16"),
     experts: ui.among(FORMATS, state.experts, "bf16"),
   };
-  const set = (key) => (value) => {
-    now[key] = value;
+  const { pick, slide } = ui.controls("experts", now, () => {
     save(now);
     update();
-  };
-  const pick = (key, label, options) => ui.choose({ id: `experts-${key}`, label, options, value: now[key], onChange: set(key) });
-  const slide = (key, label, values, text) => ui.range({ id: `experts-${key}`, label, values, value: now[key], text, onInput: set(key) });
+  });
   const cells = el("div", { class: "live-cells", role: "img" });
   host.append(
     el("div", { class: "live-controls" },

@@ -27,13 +27,10 @@ export async function start({ host, call, state, save, ui }) {
     weights: ui.among(WEIGHTS, state.weights, "bf16"),
     kv: ui.among(CACHE, state.kv, "bf16"),
   };
-  const set = (key) => (value) => {
-    now[key] = value;
+  const { pick, slide } = ui.controls("memory-bill", now, () => {
     save(now);
     update();
-  };
-  const pick = (key, label, options) => ui.choose({ id: `memory-bill-${key}`, label, options, value: now[key], onChange: set(key) });
-  const slide = (key, label, values, text) => ui.range({ id: `memory-bill-${key}`, label, values, value: now[key], text, onInput: set(key) });
+  });
 
   const bars = el("div", { class: "live-bars", role: "img" });
   host.append(

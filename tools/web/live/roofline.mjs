@@ -22,13 +22,10 @@ export async function start({ host, call, state, save, ui }) {
     weights: ui.among(FORMATS, state.weights, "bf16"),
     kv: ui.among(FORMATS, state.kv, "bf16"),
   };
-  const set = (key) => (value) => {
-    now[key] = value;
+  const { pick, slide } = ui.controls("roofline", now, () => {
     save(now);
     update();
-  };
-  const pick = (key, label, options) => ui.choose({ id: `roofline-${key}`, label, options, value: now[key], onChange: set(key) });
-  const slide = (key, label, values, text) => ui.range({ id: `roofline-${key}`, label, values, value: now[key], text, onInput: set(key) });
+  });
   host.append(
     el("div", { class: "live-controls" },
       pick("model", "Model", models),

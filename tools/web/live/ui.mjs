@@ -61,6 +61,19 @@ export function choose({ id, label, options, value, onChange }) {
   return row;
 }
 
+// Controls of a part whose setting is the object `now`: each moves one of its keys, and then calls changed().
+export function controls(part, now, changed) {
+  const made = (key, label) => ({ id: `${part}-${key}`, label, value: now[key] });
+  const set = (key) => (value) => {
+    now[key] = value;
+    changed();
+  };
+  return {
+    pick: (key, label, options) => choose({ ...made(key, label), options, onChange: set(key) }),
+    slide: (key, label, values, text) => range({ ...made(key, label), values, text, onInput: set(key) }),
+  };
+}
+
 export const button = (label, onclick, props) => el("button", { type: "button", class: "live-button", onclick, ...props }, label);
 
 // A status line that screen readers read out when it changes: say(host)("text").
