@@ -18,6 +18,7 @@ import torch
 
 from companion.caches import make_cache
 from companion.cost import models
+from companion.kernels import use
 from companion.model import load
 
 from .machine import arguments, describe, spread
@@ -26,6 +27,8 @@ KINDS = {
     "contiguous": {},
     "paged": {"block_size": 16},
     "paged, blocks in disorder": {"block_size": 16},
+    "contiguous, compiled": {},
+    "paged, blocks in disorder, compiled": {"block_size": 16},
     "quantized int8": {"codec": "int8", "residual": 0},
     "quantized kivi4": {"codec": "kivi4", "residual": 32},
 }
@@ -56,14 +59,14 @@ def shuffle_blocks(cache, tokens: int) -> None:
 def decode(rounds: int) -> list[dict]:
     model, _ = load("smollm2-135m")
     rows = []
-    for tokens in (1024, 8192):
+    for tokens in (1024, 4096, 8192):
         caches = {name: filled(name, model.spec, tokens) for name in KINDS}
         ids, times = torch.tensor([[5]]), {name: [] for name in KINDS}
-        for cache in caches.values():
-            step(model, ids, cache)
+        for name, cache in caches.items():
+            step(model, ids, cache, name)
         for _ in range(rounds):
             for name, cache in caches.items():
-                times[name].append(statistics.median(step(model, ids, cache) for _ in range(5)))
+                times[name].append(statistics.median(step(model, ids, cache, name) for _ in range(5)))
         base = times["contiguous"]
         rows += [
             {
@@ -77,10 +80,12 @@ def decode(rounds: int) -> list[dict]:
     return rows
 
 
-def step(model, ids, cache) -> float:
-    start = time.perf_counter()
-    model(ids, cache, logits="last")
-    return time.perf_counter() - start
+def step(model, ids, cache, name: str) -> float:
+    """Seconds, with torch alone unless the name says that attention is compiled (`companion.kernels.cpu`)."""
+    with use("compiled" if "compiled" in name else "never"):
+        start = time.perf_counter()
+        model(ids, cache, logits="last")
+        return time.perf_counter() - start
 
 
 def append() -> list[dict]:
@@ -105,6 +110,7 @@ GROWTH = """
 import sys, torch, psutil
 from companion.caches import make_cache
 from companion.cost import models
+from companion.kernels import use
 from companion.quantize import codec
 spec, tokens, name = models["smollm2-135m"], 16384, sys.argv[1]
 # The library's own pages and threads come with the first calls; they are not the cache's.

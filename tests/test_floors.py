@@ -146,7 +146,8 @@ def test_types_and_data_are_shipped():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert (PACKAGE / "py.typed").exists() and "py.typed" in data["companion"]
     shipped = {p for pattern in data["companion"] for p in PACKAGE.glob(pattern)}
-    others = {p for p in PACKAGE.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    files = (p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    others = {p for p in files if p.suffix != ".py"}
     assert others <= shipped, f"not in package-data: {sorted(others - shipped)}"
 
 

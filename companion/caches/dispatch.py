@@ -1,7 +1,8 @@
-"""Where a decode step goes to a Triton kernel instead of torch. `companion.kernels.use` has the last word.
+"""Where a decode step goes to a kernel instead of torch: Triton's on a GPU, Numba's on a CPU.
+`companion.kernels.use` has the last word.
 
 Every function returns None (or False) where torch should do it; then nothing has happened yet. A CPU user
-never imports Triton through here.
+never imports Triton through here, and Numba only after `use("compiled")`.
 """
 
 import functools
@@ -10,9 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.cpu import run, wanted_on_cpu
 from ..kernels.policy import wanted
 from ..quantize import Codec
 
+CPU_OPTIONS = {"softmax_scale", "softcap"}
 MOST_QUERIES = 16  # tokens of a row that still count as decoding; a prompt's chunks are torch's
 
 
@@ -22,7 +25,13 @@ def decode(q, k_cache, v_cache, *, starts, stops, window, sinks, return_lse, tab
     Query i of row b stands at starts[b] + i and sees keys before stops[b].
     """
     S = q.shape[2]
-    if not 0 < S <= MOST_QUERIES or not max(stops) or not wanted(q, k_cache, v_cache, sinks):
+    if not 0 < S <= MOST_QUERIES or not max(stops):
+        return None
+    plain = S == 1 and not options.keys() - CPU_OPTIONS and all(a + 1 == n for a, n in zip(starts, stops))
+    if plain and wanted_on_cpu(q, k_cache, v_cache, stops, window, table is not None):
+        out, lse = run(q[:, :, 0], k_cache, v_cache, stops, table, window=window, sinks=sinks, **options)
+        return (out[:, :, None], lse[:, :, None]) if return_lse else out[:, :, None]
+    if not wanted(q, k_cache, v_cache, sinks):
         return None
     from ..kernels import decode_attention
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .bench_gpu import bench_gpu
     from .compile import compile_report
     from .copy import copy
+    from .cpu import decode_on_cpu
     from .decode import attend_with_tail, decode_attention, merge_splits
     from .fused_moe import fused_moe
     from .gemm import grouped_gemm
@@ -32,6 +33,7 @@ _EXPORTS = {
     "decode_attention": "decode",
     "attend_with_tail": "decode",
     "merge_splits": "decode",
+    "decode_on_cpu": "cpu",
     "decode_twin": "twin",
     "grouped_gemm": "gemm",
     "fused_moe": "fused_moe",
@@ -49,6 +51,7 @@ __all__ = [
     "compile_report",
     "copy",
     "decode_attention",
+    "decode_on_cpu",
     "decode_twin",
     "fused_moe",
     "grouped_gemm",

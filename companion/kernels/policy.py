@@ -4,9 +4,10 @@
     with use("never"):              # compare with torch
         ...
 
-Nothing here imports Triton.
+Nothing here imports Triton, and Numba only where it was asked for.
 """
 
+import functools
 import importlib.util
 import os
 import sys
@@ -17,7 +18,7 @@ from torch import Tensor
 from .mode import interpreted
 
 VARIABLE = "COMPANION_KERNELS"
-CHOICES = ("auto", "always", "never")
+CHOICES = ("auto", "compiled", "always", "never")
 LEAST_CAPABILITY = (7, 5)  # a T4; bfloat16 needs 8.0
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _chosen: list[str] = []  # the innermost `use` is the last
@@ -26,9 +27,13 @@ _chosen: list[str] = []  # the innermost `use` is the last
 class use:
     """Choose for the whole process, until the `with` block ends if it stands in one.
 
-    "auto"    kernels where tensors are on a GPU that runs them; the default, or what COMPANION_KERNELS says
-    "always"  on CPU tensors too, in Triton's interpreter: to test, not to be fast
-    "never"   torch alone
+    "auto"      kernels where tensors are on a GPU that runs them; the default, or what COMPANION_KERNELS says
+    "compiled"  besides, on a CPU in float32: decode attention that Numba compiles (`decode_on_cpu`); its
+                first call on a machine takes some ten seconds, which is why it has to be asked for
+    "always"    Triton's kernels on CPU tensors too, in its interpreter: to test, not to be fast
+    "never"     torch alone
+
+    Raises ValueError for another word; ImportError for "compiled" where Numba is missing.
     """
 
     def __init__(self, choice: str):
@@ -43,7 +48,7 @@ class use:
 
 
 def choice() -> str:
-    """What holds now: "auto", "always" or "never"."""
+    """What holds now, one of CHOICES."""
     return _chosen[-1] if _chosen else _known(VARIABLE, os.environ.get(VARIABLE) or "auto")
 
 
@@ -54,7 +59,7 @@ def wanted(*tensors: Tensor | None) -> bool:
     """
     real = [t for t in tensors if t is not None]
     how = choice()
-    if how == "never" or (how == "auto" and not real[0].is_cuda):
+    if how == "never" or (how in ("auto", "compiled") and not real[0].is_cuda):
         return False
     if any(t.is_floating_point() and not _readable(t) for t in real):
         return False
@@ -83,4 +88,16 @@ def _readable(t: Tensor) -> bool:
 def _known(name: str, value: str) -> str:
     if value not in CHOICES:
         raise ValueError(f"{name}={value!r}; accepted: {', '.join(map(repr, CHOICES))}")
+    if value == "compiled" and not _numba_is_there():
+        raise ImportError(f"{name}={value!r} needs Numba: pip install 'what-a-token-costs[cpu]'")
     return value
+
+
+@functools.cache
+def _numba_is_there() -> bool:
+    """Whether Numba can be imported; it also refuses a numpy that is newer than it knows."""
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return False
+    return True
