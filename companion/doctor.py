@@ -89,6 +89,7 @@ def _packages() -> dict[str, str]:
         "torch",
         "triton",
         "numpy",
+        "numba",
         "tokenizers",
         "safetensors",
         "matplotlib",
@@ -131,10 +132,17 @@ def _verdicts() -> dict[str, str]:
         "companion generate": "yes" if model else "no: python -m pip install 'what-a-token-costs[model]'",
         "figures": "yes" if has["matplotlib"] else "no: python -m pip install 'what-a-token-costs[figures]'",
         "Triton kernels": _triton(has),
+        "compiled attention": _numba(),
     }
     if has["torch"]:
         rows["dtype to use"] = _dtype()
     return rows
+
+
+def _numba() -> str:
+    if importlib.util.find_spec("numba") is None:
+        return "no: python -m pip install 'what-a-token-costs[cpu]'"
+    return "yes, on a CPU in float32, after COMPANION_KERNELS=compiled"
 
 
 def _triton(has: dict[str, bool]) -> str:

@@ -2,7 +2,8 @@
 
 Four ways, all equal to `companion.attention.sdpa` within rounding:
 
-- few queries per row on a GPU: the Triton kernel (`dispatch.py`);
+- few queries per row on a GPU: the Triton kernel; one per row on a CPU, where it was asked for: a compiled one
+  (`dispatch.py`);
 - one query per row and nothing to hide: two batched products in which the query heads that share a key head
   are rows of one matrix, so that every key and value is read once per group and not once per head;
 - the first chunk of a sequence: torch's fused causal attention;
@@ -29,7 +30,8 @@ def decode_packed(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | Non
     Grouped query heads become the rows of one product per key head. It pays where torch's own kernel reads
     a key once per query head: 1.7 to 5.8 times from 4,096 keys at groups 4 and 8 and width 128, or 16 heads
     over 2 of width 64; 1.2 to 1.6 for groups of 8 over one or three key heads of width 64. At
-    SmolLM2's group of 3 it is level at 4,096 keys, wins a fifth at 16,384 and may lose a fifth below 1,024.
+    SmolLM2's group of 3 it is level at 4,096 keys, wins a fifth at 16,384 and may lose a fifth below 1,024:
+    three rows want a loop of their own (`companion.kernels.decode_on_cpu`, 1.8 to 2.6 times from 4,096).
     """
     B, Hq, _, D = q.shape
     Hkv, S = k.shape[1:3]

@@ -5,7 +5,7 @@ its own, at its own position: norms and products, which treat tokens alike, see 
 there are tokens and read each weight once. Only attention has to know which tokens belong together:
 
     decodes   one batch: each row's blocks are gathered side by side, and one masked product serves all;
-              where `companion.kernels.use` allows, the paged kernel reads them where they lie instead
+              where `companion.kernels.use` allows, a kernel reads them where they lie instead
     chunks    each over its own row, by the usual causal attention
 """
 

@@ -1,4 +1,4 @@
-"""Triton kernels for decoding and for mixtures of experts, each beside its twin in torch.
+"""Triton kernels for decoding and for mixtures of experts, each beside its twin in torch; and one for CPUs.
 
     import torch
     from companion.kernels import decode_attention, interpret

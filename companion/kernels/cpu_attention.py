@@ -21,16 +21,13 @@ LN2 = math.log(2)
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
-def compiled(**options):
-    """njit that keeps what it made on disk, where there is a folder that it may write to."""
-
-    def decorate(function):
-        try:
-            return njit(cache=True, error_model="numpy", **options)(function)
-        except RuntimeError:  # no such folder: compiled again in every process
-            return njit(error_model="numpy", **options)(function)
-
-    return decorate
+def compiled(function):
+    """For all threads, and kept on disk where there is a folder that may be written to."""
+    options = dict(parallel=True, nogil=True, error_model="numpy")
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no such folder: compiled again in every process
+        return njit(**options)(function)
 
 
 @njit
@@ -242,7 +239,7 @@ def merge(pieces, parts, part_lse, sinks, out, lse):
         at = end
 
 
-@compiled(parallel=True, nogil=True)
+@compiled
 def decode(q, k, v, k_strides, v_strides, table, size, first, stops, parts, scale, softcap, sinks, out, lse):
     """Fill out (rows, G, Dv) and lse (rows, G): plan, all parts at once on Numba's threads, merge."""
     kv_heads = len(out) // len(stops)
