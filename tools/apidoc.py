@@ -1,23 +1,24 @@
 """The reference page: signatures and docstrings read from the source, so that a build needs no torch.
 
 A page names a module in a comment, `<!-- api: companion.attention -->`; in its place come the module's
-public functions and classes as Markdown. Docstrings are plain text with `code` in backticks. Under each
-stands where its source is, and which chapters call it; if none does, those that its section names.
+public functions and classes as Markdown, behind a line of their names. Under each stands where its source
+is, and which chapters call it; if none does, those that its section names. Every heading has an anchor
+`room-name`, for some names are in two rooms. How a docstring is read: `tools/docstrings.py`.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import textwrap
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
+from tools.docstrings import markdown
+
 ROOT = Path(__file__).resolve().parent.parent
-_NAMES = r"`?[a-z_][\w.]*`?(?:(?:, | / )`?[a-z_][\w.]*`?)*"
-ITEM = re.compile(rf"({_NAMES}): (\S.*)")  # `width: inches`
-WIDE = re.compile(rf"({_NAMES}) (\S.*)")  # in a block of columns, a name that fills its column
-COLUMNS = re.compile(rf"({_NAMES}) {{2,}}(\S.*)")  # `width   inches`
 MARKER = re.compile(r"^<!-- api: ([\w.]+) -->$", re.M)
+OF_TORCH = {"extra_repr"}  # hooks of nn.Module that nobody calls
 CHAPTER = re.compile(r"\.\./notebooks/(\d\d_\w+)\.ipynb")
 
 
@@ -40,18 +41,78 @@ def module(name: str, source_url: str, root: Path = ROOT, used=None, builders: l
     base = root / name.replace(".", "/")
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    parts = [prose(ast.get_docstring(tree) or "")]
-    for where, node in public(path, tree):
+    entries = list(public(path, tree))
+    anchors = anchor_names(name, [node for _, node in entries])
+    files = sorted(base.rglob("*.py")) if base.is_dir() else [path]
+    room = {n.name: n for file in files for n in _parsed(file).body if isinstance(n, ast.ClassDef)}
+    constants = {file: literals(_parsed(file)) for file in files}
+    shared = {k: v for file in files for k, v in constants[file].items()}
+    shared |= {new: shared[old] for file in files for old, new in renamed(_parsed(file)) if old in shared}
+    parts = [markdown(ast.get_docstring(tree) or "")]
+    parts += [" · ".join(f"[`{node.name}`](#{a})" for a, (_, node) in zip(anchors, entries))]
+    for anchor, (where, node) in zip(anchors, entries):
+        node = Values(shared | constants.get(where, {})).visit(deepcopy(node))
         url = f"{source_url}/{where.relative_to(root).as_posix()}#L{node.lineno}-L{node.end_lineno}"
         foot = [f"[source]({url})", *chapters((used or {}).get(f"{name}.{node.name}", []), builders)]
-        write = klass if isinstance(node, ast.ClassDef) else function
-        parts.append(write(node, " · ".join(foot)))
+        text = klass(node, room) if isinstance(node, ast.ClassDef) else function(node)
+        parts.append(f"({anchor})=\n{text}\n\n{' · '.join(foot)}")
     return "\n\n".join(p for p in parts if p)
 
 
+def literals(tree: ast.Module) -> dict[str, ast.expr]:
+    """A file's constants that are written as a number, a string or a tuple of such."""
+    return {
+        n.targets[0].id: n.value
+        for n in tree.body
+        if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name) and _is_literal(n.value)
+    }
+
+
+def renamed(tree: ast.Module) -> list[tuple[str, str]]:
+    """(name, name here) of what a file imports under another name."""
+    found = [a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+    return [(a.name, a.asname) for a in found if a.asname]
+
+
+def _is_literal(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) or (
+        isinstance(value, ast.Tuple) and all(isinstance(v, ast.Constant) for v in value.elts)
+    )
+
+
+class Values(ast.NodeTransformer):
+    """Defaults that are constants of a module, by their values: a reader does not see the module."""
+
+    def __init__(self, constants: dict[str, ast.expr]):
+        self.constants = constants
+
+    def _value(self, node: ast.expr | None) -> ast.expr | None:
+        return self.constants.get(node.id, node) if isinstance(node, ast.Name) else node
+
+    def visit_arguments(self, node: ast.arguments) -> ast.arguments:
+        node.defaults = [self._value(d) for d in node.defaults]
+        node.kw_defaults = [self._value(d) for d in node.kw_defaults]
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AnnAssign:
+        node.value = self._value(node.value)
+        return node
+
+
+def anchor_names(module_name: str, nodes: list) -> list[str]:
+    """`cost-kv_bytes`; anchors know no capitals, so a class beside a function of its name is `-class`."""
+    room = module_name.removeprefix("companion.").replace(".", "-")
+    functions = {n.name.lower() for n in nodes if isinstance(n, ast.FunctionDef)}
+    return [
+        f"{room}-{n.name.lower()}"
+        + ("-class" if isinstance(n, ast.ClassDef) and n.name.lower() in functions else "")
+        for n in nodes
+    ]
+
+
 def chapters(callers: list[str], builders: list[str]) -> list[str]:
-    """Links to the chapters that call a thing, or else to those that build its room."""
-    links = [f"[{int(c[:2])}](../notebooks/{c}.ipynb)" for c in callers or builders]
+    """Links to the chapters that call a thing, or else to those that build its room, in order."""
+    links = [f"[{int(c[:2])}](../notebooks/{c}.ipynb)" for c in sorted(set(callers or builders))]
     if not links:
         return []
     return [f"{'used in' if callers else 'see'} chapter{'s' * (len(links) > 1)} {', '.join(links)}"]
@@ -111,35 +172,53 @@ def _documented(node: ast.stmt) -> bool:
     return isinstance(node, (ast.FunctionDef, ast.ClassDef))
 
 
-def function(node: ast.FunctionDef, foot: str) -> str:
-    return f"### {node.name}\n\n```python\n{signature(node)}\n```\n\n{docs(node)}\n\n{foot}"
+def function(node: ast.FunctionDef) -> str:
+    return f"### {node.name}\n\n```python\n{signature(node)}\n```\n\n{docs(node)}"
 
 
-def klass(node: ast.ClassDef, foot: str) -> str:
-    """A class: its fields if it is a dataclass, how it is made, and its public methods."""
-    lines, methods = [f"class {node.name}" + _bases(node)], []
+def klass(node: ast.ClassDef, room: dict[str, ast.ClassDef]) -> str:
+    """A class: its fields if it is a dataclass, how it is made, and its public methods.
+
+    Methods without a text of their own stand in one line, with the class of the room that explains them.
+    """
+    lines, methods, bare = [f"class {node.name}" + _bases(node)], [], {}
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_":
             lines.append(f"    {ast.unparse(item)}")
         elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
             lines.append("    " + signature(item).replace("\n", "\n    "))
-        elif isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
-            methods.append(method(item))
+        elif isinstance(item, ast.FunctionDef) and item.name[0] != "_" and item.name not in OF_TORCH:
+            if ast.get_docstring(item):
+                methods.append(f"**`{call(item)}`**\n\n{docs(item)}")
+            else:
+                base = explained(node, item.name, room)
+                bare.setdefault(base, []).append(f"`{item.name if base else call(item)}`")
     body = f"### {node.name}\n\n```python\n" + "\n".join(lines) + f"\n```\n\n{docs(node)}"
-    return "\n\n".join([body, *methods, foot])
+    tail = [f"{f'As in `{base}`' if base else 'Also'}: {', '.join(names)}." for base, names in bare.items()]
+    return "\n\n".join([body, *methods, *tail])
+
+
+def explained(node: ast.ClassDef, method: str, room: dict[str, ast.ClassDef]) -> str:
+    """The nearest class above `node` that says what its `method` does; "" if none does."""
+    for base in (room[b.id] for b in node.bases if isinstance(b, ast.Name) and b.id in room):
+        own = [n for n in base.body if isinstance(n, ast.FunctionDef) and n.name == method]
+        if any(map(ast.get_docstring, own)):
+            return base.name
+        if above := explained(base, method, room):
+            return above
+    return ""
 
 
 def _bases(node: ast.ClassDef) -> str:
     return f"({', '.join(map(ast.unparse, node.bases))}):" if node.bases else ":"
 
 
-def method(node: ast.FunctionDef) -> str:
-    """One method: its call without the types, then its docstring; a property has no call."""
+def call(node: ast.FunctionDef) -> str:
+    """A method's call without the types; a property has none."""
     kinds = [ast.unparse(d) for d in node.decorator_list]
-    call = node.name
-    if not any("property" in k for k in kinds):
-        call += f"({', '.join(_bare(node.args, skip_first='staticmethod' not in kinds))})"
-    return f"**`{call}`**\n\n{docs(node)}"
+    if any("property" in k for k in kinds):
+        return node.name
+    return f"{node.name}({', '.join(_bare(node.args, skip_first='staticmethod' not in kinds))})"
 
 
 def _bare(args: ast.arguments, *, skip_first: bool) -> list[str]:
@@ -176,41 +255,9 @@ def signature(node: ast.FunctionDef) -> str:
 
 
 def docs(node) -> str:
-    return prose(ast.get_docstring(node) or "")
+    return markdown(ast.get_docstring(node) or "")
 
 
-def prose(text: str) -> str:
-    """A docstring as Markdown, block by block; arguments become a list, indented blocks stay code."""
-    blocks = re.split(r"\n\s*\n", text.strip("\n"))
-    return "\n\n".join(_block(b.splitlines(), first=i == 0) for i, b in enumerate(blocks) if b.strip())
-
-
-def _block(lines: list[str], *, first: bool) -> str:
-    if all(line.startswith("    ") for line in lines) and not any(COLUMNS.match(x.strip()) for x in lines):
-        return "```python\n" + "\n".join(line[4:] for line in lines) + "\n```"
-    columns = [COLUMNS.match(line.strip()) for line in lines]
-    if not first and columns[0]:  # `name   what it is`
-        return _items(lines, [c or WIDE.match(line) for c, line in zip(columns, _dedent(lines))])
-    if not first and ITEM.match(lines[0]):  # `name: what it is`
-        return _items(lines, [ITEM.match(line) for line in lines])
-    return "\n".join(_escape(line.strip()) for line in lines)
-
-
-def _dedent(lines: list[str]) -> list[str]:
-    return textwrap.dedent("\n".join(lines)).splitlines()
-
-
-def _items(lines: list[str], starts: list[re.Match | None]) -> str:
-    out = []
-    for line, start in zip(lines, starts):
-        if start:
-            out.append(f"- `{start.group(1).replace('`', '')}`: {_escape(start.group(2))}")
-        else:
-            out.append("  " + _escape(line.strip()))
-    return "\n".join(out)
-
-
-def _escape(line: str) -> str:
-    """What Markdown would read as markup is escaped, but for code in backticks."""
-    pieces = re.split(r"(`+[^`]+`+)", line)
-    return "".join(p if i % 2 else re.sub(r"([*_<$|\[\]])", r"\\\1", p) for i, p in enumerate(pieces))
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))

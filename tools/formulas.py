@@ -1,8 +1,9 @@
 """The formulas of the cheat sheet, read from its tables and computed as they are printed.
 
 A formula is a small part of TeX: numbers, letters with subscripts, + and -, products (side by side or with
-\\cdot), powers, \\frac, \\min, \\max, \\ln, \\lfloor \\rfloor, \\lceil \\rceil, and e for the exponential.
-What stands in front of the last = sign is its name. Whole numbers stay exact.
+\\cdot), powers, \\frac and \\dfrac, \\min, \\max, \\ln, \\lfloor \\rfloor, \\lceil \\rceil, with \\left and
+\\right or without, and e for the exponential. What stands in front of the last = sign is its name.
+Whole numbers stay exact.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class _Reader:
             return value
         if token[0].isdigit():
             return float(token) if "." in token else int(token)
-        if token == r"\frac":
+        if token in (r"\frac", r"\dfrac"):
             return _divide(self.group(), self.group())
         if token in (r"\min", r"\max", r"\ln"):
             return {r"\min": min, r"\max": max, r"\ln": math.log}[token](*self.arguments())

@@ -2,7 +2,7 @@
 
 Four ways, all equal to `companion.attention.sdpa` within rounding:
 
-- few queries per row on a GPU: the Triton kernel; one per row on a CPU, where it was asked for: a compiled one
+- few queries per row on a GPU: the Triton kernel; one per row on a CPU, where asked for: a compiled one
   (`dispatch.py`);
 - one query per row and nothing to hide: two batched products in which the query heads that share a key head
   are rows of one matrix, so that every key and value is read once per group and not once per head;

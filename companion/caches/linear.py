@@ -34,10 +34,14 @@ class LinearCache(Cache):
     answers with noise. It is here for its size, for its capacity, and for models trained this way. Queries
     and keys are taken as they come, rotated or not.
 
-    rule: "sum" or "delta", see above. The state is float32 (float64 for float64 caches), whatever the
-    `dtype` of keys and values. max_tokens is a limit on the text, not memory. While a step is read, its own
-    keys and values and the state before it are held too, of one layer; `nbytes` does not count them. A crop
-    to anything between 0 and the present length is refused: fork before what may have to be undone.
+    rule: how a pair of key and value enters the state S.
+        "sum"    S + phi(k) v^T, and a normaliser z beside it (Katharopoulos et al. 2020, section 3.3)
+        "delta"  S + phi(k) (v - S^T phi(k))^T: what is new in a value (Schlag et al. 2021, section 4)
+
+    The state is float32 (float64 for float64 caches), whatever the `dtype` of keys and values. max_tokens is
+    a limit on the text, not memory. While a step is read, its own keys and values and the state before it
+    are held too, of one layer; `nbytes` does not count them. A crop to anything between 0 and the present
+    length is refused: fork before what may have to be undone.
     """
 
     def __init__(self, spec, *, batch=1, max_tokens, dtype=torch.float32, device="cpu", rule="sum"):

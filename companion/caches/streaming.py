@@ -28,7 +28,9 @@ class StreamingCache(SlidingCache):
     """sink_tokens + window + step - 1 slots per row and layer, whatever the length of the text.
 
     window: tokens a query sees, itself included, beside the `sink_tokens` first ones.
-    positions: "cache" or "text", see above; they differ only from token window + sink_tokens on.
+    positions: how far away a sink is; they differ only from token window + sink_tokens on.
+        "cache"  counted among the tokens that are kept: never beyond sink_tokens + window - 1
+        "text"   counted in the text: it grows with the text, beyond what the model was trained on
     step: the most tokens that one `append` brings, `window` if None; and how far a `crop` may go back.
     rope: the rotation that keys arrive in, for positions="cache"; None is that of the model's spec in
         half-split order, as `companion.model.Decoder` makes it.

@@ -37,6 +37,7 @@ class Comparison:
 
     @property
     def ratios(self) -> dict[str, float | None]:
+        """By field: b over a."""
         return {name: _ratio(value(self.a, name), value(self.b, name)) for _, name, u in ROWS if u != _TEXT}
 
     def to_dict(self) -> dict:

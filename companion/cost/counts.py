@@ -26,6 +26,7 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
+        """All parts added up."""
         return sum(vars(self).values())
 
     def to_dict(self) -> dict[str, int]:

@@ -62,7 +62,9 @@ def dtype_name(dtype) -> str:
 def bits_per_value(dtype, *, argument: str = "dtype") -> Fraction:
     """Bits that one value takes, its share of scales included.
 
-    dtype     a name of the table above, torch's own name or dtype object, or a number of bits
+    dtype     a name of `companion.cost.dtypes.BITS`: "fp32", "bf16", "fp16", "fp8", "fp8_e4m3", "fp8_e5m2",
+              "int8", "int4", "int2", "nvfp4", "mxfp4", "mxfp8", "int8-g32", "int4-g32", "int4-g128",
+              "kivi4", "kivi2"; torch's own name or dtype object; or a number of bits
     argument  what to call it in an error
 
     Raises ValueError for an unknown name or a number that isn't above 0 and at most 64.

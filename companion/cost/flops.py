@@ -97,9 +97,11 @@ def prefill_flops(
 def attention_crossover(model: ModelSpec | str, *, phase: str = "decode") -> float:
     """Tokens at which attention costs as many FLOPs as the products with the weights.
 
-    decode: 28,629 for Llama-3.1-8B. prefill: twice that, since under the causal mask a token sees half
-    of the prompt on average; excess over linear at n tokens is n / this. With sliding layers the first
-    whole number of tokens, found by bisection; infinite if the windows keep attention below forever.
+    phase: "decode" gives 28,629 for Llama-3.1-8B; "prefill" twice that, since under the causal mask a token
+        sees half of the prompt on average. Excess over linear at n tokens is n / this.
+
+    With sliding layers it is the first whole number of tokens, found by bisection; infinite if the windows
+    keep attention below forever.
     """
     model = resolve_model(model)
     _choice("phase", phase, PHASES)

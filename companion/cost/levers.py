@@ -28,10 +28,12 @@ _EXPERTS = ("mxfp4",)
 class Lever:
     """One change and what follows from it.
 
-    name       for people; change: the arguments of `size` that differ
-    gain       throughput at the most sequences that fit, relative to before; None if nothing fitted before
-    throughput tokens per second at `max_batch` sequences, 0 if none fits
-    the rest   as in `Sizing`, with the change
+    name        for people
+    change      the arguments of `size` that differ
+    gain        throughput at the most sequences that fit, relative to before; None if nothing fitted before
+    throughput  tokens per second at `max_batch` sequences, 0 if none fits
+
+    The other fields are those of `Sizing`, with the change.
     """
 
     name: str

@@ -142,11 +142,18 @@ def _reply(request: str):
 def live(request: str) -> str:
     """Answer one request of a page.
 
-    request  {"op": "size", "model": "llama-3.1-8b", "hardware": "h100-sxm", "batch": 8, ...}: the other
-             keys are the function's arguments by name. `model` may be a configuration, `hardware` an
-             object of HardwareSpec's fields. {"op": "models"} lists the names, with "name" gives one row
+    The request and the reply are JSON. Two requests:
 
-    Returns {"ok": true, "result": ...} or {"ok": false, "error": "..."}; infinity and NaN become null.
+        {"op": "size", "model": "llama-3.1-8b", "hardware": "h100-sxm", "batch": 8, ...}
+        {"op": "models"}
+
+    Keys besides "op" are the function's arguments by name. `model` may be a configuration, `hardware` an
+    object of HardwareSpec's fields. "models" lists the names, with "name" it gives one row. The reply:
+
+        {"ok": true, "result": ...}
+        {"ok": false, "error": "..."}
+
+    Infinity and NaN become null.
     """
     try:
         reply = {"ok": True, "result": _finite(_reply(request))}

@@ -30,7 +30,11 @@ BLOCK = 16  # tokens per block where an engine has pages and no other number is 
 class Pages:
     """How an engine stores the cache of `model`.
 
-    kind   one of PAGES
+    kind   what a layer with a window holds:
+           "exact"    min(n, window) tokens; with a block size, n rounded up to whole blocks
+           "grouped"  the blocks that its window can touch, in equal groups of layers over one pool of
+                      pages (vLLM's hybrid manager)
+           "unified"  every token: one block table for all layers (vLLM without that manager)
     block  tokens per block; 1 for a cache without blocks
     step   tokens that a step may write (vLLM's --max-num-batched-tokens): while a long prompt is read, a
            sliding group holds them beside its window. Used by "grouped" only

@@ -25,8 +25,7 @@ def rank_spec(
     expert  ranks (or groups of `tensor` ranks) among which the experts are divided. The result still says
             `moe.experts` of them: that is what its router chooses from.
     split_vocab  the rows of the embedding and of the head are divided over the tensor ranks too, rounded up,
-                 as
-            vLLM and SGLang do; `companion.parallel` keeps both whole
+            as vLLM and SGLang do; `companion.parallel` keeps both whole
 
     Raises ValueError, naming what does not divide.
     """

@@ -29,13 +29,13 @@ class Sizing:
     model_max_context  what the model was trained for, or None
     kv_bytes           the cache of the batch in whole blocks, each number once
     kv_needed_bytes    the same without rounding: what attention reads
-    kv_allocated_bytes what the engine's pages take for it; `kv_bytes` unless `pages` is another than "exact"
+    kv_allocated_bytes  what the engine's pages take for it; `kv_bytes` unless `pages` is another than "exact"
     *_per_device       on the fullest device, copies included
     cache_room_bytes   what one device has left for its cache; negative if the weights do not fit
     decode_tokens_per_second, ttft_seconds   bounds from the bandwidth and peak; None if it does not fit
     communication_seconds   of a decode step between devices, counted in decode_seconds; None if no link is
                             given
-    bound_by           what a decode step waits for, or "memory: capacity" if it does not fit
+    bound_by           what a decode step waits for, or `"memory: capacity"` if it does not fit
     """
 
     model: str
@@ -169,7 +169,7 @@ def size(
     efficiency       share of bandwidth and peak reached; 1 gives bounds
     link_bandwidth   bytes per second that leave a device for the others, link_latency: seconds per message.
                      None leaves the time between devices out
-    overhead_seconds per step, for launches and the scheduler
+    overhead_seconds  per step, for launches and the scheduler
 
     Returns a `Sizing`; `.to_dict()` is the core of what `companion size --json` prints. A context beyond the
     model's own limit is a warning, not an error. Raises ValueError naming the argument.

@@ -66,7 +66,7 @@ class MoESpec:
 
     shared       always-on experts, `shared_ffn` wide in all (their widths added up)
     first_dense  the first so many layers have a dense feed-forward of the model's `ffn` instead
-    dense_layers further dense layers, by index (Qwen's mlp_only_layers and decoder_sparse_step)
+    dense_layers  further dense layers, by index (Qwen's mlp_only_layers and decoder_sparse_step)
     *_bias       extra vectors that some families keep: a bias on the router (gpt-oss), on the experts
                  (gpt-oss), a correction added to the scores for selection only (DeepSeek-V3), and
                  a gate on the shared expert (Qwen2-MoE)
@@ -115,7 +115,7 @@ class ModelSpec:
     v_head_dim  width of a value head; differs from head_dim in latent attention only (0 means equal)
     ffn         hidden width of a dense feed-forward layer
     tied        the output head is the input embedding
-    layer_types "full" or "sliding", one per layer; () means: all sliding if `window` is set, else all full
+    layer_types  "full" or "sliding", one per layer; () means: all sliding if `window` is set, else all full
     window      tokens that a sliding layer sees, itself included
     qk_norm     None, "head" (one weight per head width) or "full" (per projected width)
     norms_per_layer  2, or 4 where norms stand before and after each sublayer (Gemma)

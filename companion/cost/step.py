@@ -29,7 +29,8 @@ SHARDINGS = ("heads", "batch")
 class StepCost:
     """What one step reads and computes on all devices together, and how long that takes.
 
-    bound_by is "memory: weights", "memory: cache", "compute" or "overhead": the largest share of the time.
+    bound_by is `"memory: weights"`, `"memory: cache"`, "compute" or "overhead": the largest share
+    of the time.
     intensity is FLOPs per byte, weights and cache together.
     """
 
@@ -51,6 +52,7 @@ class StepCost:
 
     @property
     def flops(self) -> int:
+        """Of the products with the weights and of attention."""
         return self.matmul_flops + self.attention_flops
 
     @property
@@ -65,6 +67,7 @@ class StepCost:
 
     @property
     def intensity(self) -> float:
+        """FLOPs per byte of weights and cache."""
         return self.flops / (self.weights_bytes + self.kv_bytes)
 
     def to_dict(self) -> dict:

@@ -57,10 +57,17 @@ KINDS = tuple(dict.fromkeys(kind for kind, _ in _ALGORITHMS))
 
 
 def on_wire(kind: str, payload: int, ranks: int, algorithm: str | None = None) -> Wire:
-    """What a collective of `payload` bytes per rank puts on the wire; algorithm None is the table's first.
+    """What a collective of `payload` bytes per rank puts on the wire.
+
+    kind, algorithm: these pairs, of which an algorithm of None takes the first:
+        "all_reduce"      "ring", "doubling" or "direct"; the payload is the whole tensor
+        "reduce_scatter"  "ring" or "direct"; the whole tensor
+        "all_gather"      "ring" or "direct"; a rank's own piece
+        "all_to_all"      "direct"; the pieces for all ranks, its own too
+        "broadcast"       "chain"; the tensor, on one rank
 
     `total` is exact, and so is `busiest` where the ranks divide the payload; else it is rounded up. One rank
-    sends nothing. Raises ValueError for a name that is not in the table.
+    sends nothing. Raises ValueError for another name.
 
     >>> on_wire("all_reduce", 1024, 4)
     Wire(total=6144, busiest=1536, steps=6)
@@ -82,7 +89,7 @@ def on_wire(kind: str, payload: int, ranks: int, algorithm: str | None = None) -
 class Exchange:
     """One purpose for which ranks speak in a step.
 
-    what     "attention", "feed-forward", "query-key norms": sums of partial results; "counts", "dispatch",
+    what     "attention", "feed-forward", `"query-key norms"`: sums of partial results; "counts", "dispatch",
              "combine": rows to experts and back
     kind     the collective; ranks: how many take part in a call; calls: per step
     payload  bytes that one rank hands in, over all calls
@@ -114,7 +121,7 @@ class ParallelBytes:
 
     @property
     def wire(self) -> int:
-        """Bytes that leave one rank, each collective by the first algorithm of the table."""
+        """Bytes that leave one rank, each collective by the first algorithm of `on_wire`."""
         return sum(e.wire().busiest for e in self.exchanges)
 
     @property

@@ -278,24 +278,31 @@ def _told(timeline: Timeline, most: int, seats: int) -> dict:
 def live(request: str) -> str:
     """Play requests on the engine's scheduler with a made-up clock, and tell every step.
 
-    request  {"num_blocks": 64, "block_size": 16, "max_running": 8, "max_tokens_per_step": 256,
-              "prefix_caching": true, "max_length": null,
-              "cost": {"step_s": 0.02, "token_s": 0.001}
-                   or {"model": "llama-3.1-8b", "hardware": "h100-sxm", "overhead_seconds": 0.0, ...},
-              "requests": [{"id": "A", "at_s": 0, "prompt": 300, "new_tokens": 40, "max_new_tokens": 64,
-                            "prefix": {"name": "system", "tokens": 128}, "salt": null}, ...]}
+    The request and the reply are JSON. A request:
 
-    A prompt is a number of tokens, a text split at spaces, or a list of words. Instead of `requests`,
-    `traffic` makes them: {"count": 4, "spacing": 2, "prompt": 8, "reply": 20, "mix": "prompts"}, a request
-    every `spacing` steps of one request alone; mix: a key of MIXES.
+        {"num_blocks": 64, "block_size": 16, "max_running": 8, "max_tokens_per_step": 256,
+         "prefix_caching": true, "max_length": null,
+         "cost": {"step_s": 0.02, "token_s": 0.001},
+         "requests": [{"id": "A", "at_s": 0, "prompt": 300, "new_tokens": 40, "max_new_tokens": 64,
+                       "prefix": {"name": "system", "tokens": 128}, "salt": null}, ...]}
 
-    Returns {"ok": true, "result": {"steps": [...], "requests": [...], "waits": [...], "seconds": ...,
-    "tokens_per_second": ..., "totals": {...}}}. A step is as in `companion.engine.Step`, with `decided`, what
-    the scheduler decided in sentences; its parts have `row`, the request's place in `requests`, `kind`
-    (prefill, decode, or again: computed before and lost), and how many were computed `again`. A request is as
-    in `companion.engine.simulation.Served` (finish_reason "refused" with the reason, if it could never be
-    served). A wait: row, kind (waiting, back), start_s, end_s. What makes no sense: {"ok": false,
-    "error": "..."}.
+    Instead of two numbers, `cost` may name what gives them, and `traffic` make the requests, one every
+    `spacing` steps of one request alone; the mixes are "alike", "prompts", "replies", "long" and "shared":
+
+        "cost": {"model": "llama-3.1-8b", "hardware": "h100-sxm", "overhead_seconds": 0.0, ...}
+        "traffic": {"count": 4, "spacing": 2, "prompt": 8, "reply": 20, "mix": "prompts"}
+
+    A prompt is a number of tokens, a text split at spaces, or a list of words. The reply:
+
+        {"ok": true, "result": {"steps": [...], "requests": [...], "waits": [...], "seconds": ...,
+                                "tokens_per_second": ..., "totals": {...}}}
+        {"ok": false, "error": "..."}
+
+    A step is as in `companion.engine.Step`, with `decided`, what the scheduler decided in sentences; its
+    parts have `row`, the request's place in `requests`, `kind` (prefill, decode, or again: computed before
+    and lost), and how many were computed `again`. A request is as in `companion.engine.simulation.Served`
+    (finish_reason "refused" with the reason, if it could never be served). A wait has `row`, `kind` (waiting,
+    back), `start_s` and `end_s`. An error says what in the request makes no sense.
     """
     try:
         data = _known("request", json.loads(request), ("num_blocks", *OPTIONS, "cost", "requests", "traffic"))

@@ -68,12 +68,14 @@ class Completion(Generation):
     """A `Generation` with what only an engine knows. Times are seconds.
 
     finish_reason: "stop", "length", "cancelled", or "error", with the exception in `error`.
-    number: of arrival, from 0. arrival_s, finished_s: on the engine's clock, which starts at 0.
-    queue_s: from arrival to the first step that computed something of it; ttft_s: from arrival to the first
-    token. Both None if it never came so far.
-    cached_tokens: prompt tokens found in the cache when it was first admitted. computed_tokens: tokens that
-    went through the model for it; more than prompt - cached + tokens - 1 if it was preempted and computed
-    again. preemptions: how often it gave up its blocks.
+    number: of arrival, from 0.
+    arrival_s, finished_s: on the engine's clock, which starts at 0.
+    queue_s: from arrival to the first step that computed something of it.
+    ttft_s: from arrival to the first token. Like queue_s, None if it never came so far.
+    cached_tokens: prompt tokens found in the cache when it was first admitted.
+    computed_tokens: tokens that went through the model for it; more than prompt - cached + tokens - 1 if it
+        was preempted and computed again.
+    preemptions: how often it gave up its blocks.
     """
 
     ttft_s: float | None = None

@@ -87,6 +87,7 @@ class Chunk:
 
     @property
     def stop(self) -> int:
+        """The position behind the last one computed."""
         return self.start + self.count
 
 
@@ -101,6 +102,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
+        """Tokens computed, over all chunks."""
         return sum(c.count for c in self.chunks)
 
 
@@ -136,10 +138,12 @@ class Scheduler:
 
     @property
     def waiting(self) -> Iterator[Job]:
+        """Those that hold no blocks, the next to be admitted first."""
         return iter(self._waiting.values())
 
     @property
     def num_waiting(self) -> int:
+        """How many hold no blocks."""
         return len(self._waiting)
 
     @property

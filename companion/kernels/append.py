@@ -50,7 +50,7 @@ def append(
         "int8"      int8 codes and scale (num_blocks, block_size, Hkv); with zero, uint8 codes 0 to 255
         "int4"      uint8, two codes a byte, the even index low; scale; zero, or without one a middle of 8
         "fp8_e4m3", "fp8_e5m2"   uint8 (or the float8 dtype itself), saturating; scale: None, a number that
-                    all are divided by, or a tensor as above, and each token and head gets its own
+                    all are divided by, or a tensor like int8's, and each token and head gets its own
         The bytes are those of `companion.quantize.codec` on a CPU: integers with symmetric=(zero is None),
         fp8 with tensor_scale=, or with all of a head as one group. Scales are rounded up and zeros down in
         their own dtype. A token with NaN, infinity or a number beyond 2**126, for which a codec raises, gets

@@ -51,12 +51,12 @@ def decode_attention(
     window_size: (left, right), -1 for no bound; right is -1 or 0. W tokens, itself included, are (W - 1, 0).
     sinks: (Hq,) logits in the denominator; they are not in the LSE.
     kv_format: how the cache is stored. P below is B, or num_blocks; S is S, or block_size.
-        none: numbers of q's dtype.
-        int8: (P, S, Hkv, D) int8 with k_scale, v_scale (P, S, Hkv); or uint8 codes with k_zero, v_zero.
-        int4: uint8 (P, S, Hkv, D / 2), low nibble first; x = (code - 8) * scale, or code * scale + zero.
-        fp8_e4m3, fp8_e5m2: uint8 or torch's float8; scales as for int8, one number for all, or none.
-        kivi4, kivi2: keys with a scale and a zero per channel, (P, S / group, Hkv, D), values with theirs per
-            group of channels, (P, S, Hkv, Dv / group). For the tail in full precision see `attend_with_tail`.
+        "none"  numbers of q's dtype.
+        "int8"  (P, S, Hkv, D) int8 with k_scale, v_scale (P, S, Hkv); or uint8 codes with k_zero, v_zero.
+        "int4"  uint8 (P, S, Hkv, D / 2), low nibble first; x = (code - 8) * scale, or code * scale + zero.
+        "fp8_e4m3", "fp8_e5m2"  uint8 or torch's float8; scales as for int8, one number for all, or none.
+        "kivi4", "kivi2"  keys with a scale and a zero per channel, (P, S / group, Hkv, D), values with theirs
+            per group of channels, (P, S, Hkv, Dv / group). The tail in full precision: `attend_with_tail`.
     num_splits: over how many programs the keys of a head are spread; 0 chooses (`companion.cost.splits`).
     fixed_split_size: keys of a split instead: a sequence's result then has the same bits in every batch.
     tail_seqlens: int32 (B,), tokens behind these that lie in another cache: the query stands after them. What

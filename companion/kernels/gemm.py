@@ -42,8 +42,12 @@ def grouped_gemm(
 
     x: (S, K), any row stride. w: (E, N, K), any strides but the last, which is 1. offsets: (E + 1,) int32 or
         int64, from 0 to S, never falling. An expert may have no row, and S may be 0. bias: (E, N).
-    form: see above. tile: None chooses by size (`companion.cost.grouped.gemm_tile`); with one given, a row's
-        result does not depend on the other rows.
+    form: how rows are cut into tiles.
+        "padded"    every expert begins a new tile; lanes of its last tile may have no row
+        "straddle"  tiles follow one another without a gap; one with rows of several experts goes through
+                    them in turn, with the rows of the others masked
+    tile: None chooses by size (`companion.cost.grouped.gemm_tile`); with one given, a row's result does not
+        depend on the other rows.
 
     Sums are in float32; float32 is multiplied exactly, not as TF32. NaN in a row or in the weights of an
     expert reaches that row, or that expert's rows, alone. Nothing is moved to the host: values of `offsets`

@@ -22,7 +22,13 @@ HOPELESS = ("unauthorized", "missing", "refused")  # the next request would fare
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: one of FAULTS. detail: one line, the server's own where it said something. status: HTTP's."""
+    """Why a request brought no answer.
+
+    kind: a name of `companion.lab.answers.FAULTS`: "unreachable", "timeout", "dropped", "malformed", "empty",
+        "unauthorized", "missing", "refused", "busy", "loading" or "server".
+    detail: one line, the server's own where it said something.
+    status: HTTP's.
+    """
 
     kind: str
     detail: str
@@ -73,6 +79,7 @@ class Answer:
 
     @property
     def ok(self) -> bool:
+        """True without a fault."""
         return self.fault is None
 
     @property

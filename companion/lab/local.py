@@ -27,11 +27,13 @@ class Variant:
     kv_dtype: str | float | None = None
 
     def shape(self) -> Shape:
+        """What is read in a step: the model, and in which formats."""
         own, quantized = dtype_name(self.decoder.dtype), self.decoder.weight_format is not None
         weights = _bits_read(self.decoder) if quantized else own
         return Shape(self.decoder.spec, weights, self.kv_dtype or own, own)
 
     def empty(self, batch: int, max_tokens: int) -> Cache:
+        """A fresh cache of this variant's kind."""
         d = self.decoder
         return make_cache(
             self.cache, d.spec, batch=batch, max_tokens=max_tokens, dtype=d.dtype, device=d.device,
@@ -60,6 +62,7 @@ class DecoderTarget:
         self.watch = watch or Stopwatch.on(str(next(iter(variants.values())).decoder.device))
 
     def describe(self) -> dict:
+        """Facts about what is measured, for the study's file: its kind, device and variants."""
         first = next(iter(self.variants.values())).decoder
         return {
             "kind": "companion decoder",
@@ -69,11 +72,13 @@ class DecoderTarget:
         }
 
     def warm_up(self) -> None:
+        """One short run of each variant, to have what happens only once behind it."""
         for name in self.variants:
             self.measure(Point("warm-up", 8, variant=name, new_tokens=2))
 
     @torch.inference_mode()
     def measure(self, point: Point) -> Run:
+        """One run of `point`; where there is none, the run's `fault` says why."""
         v = self.variants.get(point.variant) or next(iter(self.variants.values()))
         if fault := _too_long(point, v.decoder.spec):
             return Run(fault=fault)
@@ -110,18 +115,21 @@ class TransformersTarget:
         self.watch = watch or Stopwatch.on(str(hf_model.device))
 
     def describe(self) -> dict:
+        """Facts about what is measured, for the study's file: its kind, device and variants."""
         shape = self.shapes["base"].to_dict()
         facts = {"kind": "transformers", "model": shape["model"], "class": type(self.model).__name__}
         facts |= {"device": str(self.model.device), "threads": torch.get_num_threads()}
         return facts | {"variants": {"base": shape}}
 
     def warm_up(self) -> None:
+        """One short run of each variant, to have what happens only once behind it."""
         run = self.measure(Point("warm-up", 8, new_tokens=2))
         if run.fault:
             raise ValueError(f"{type(self.model).__name__}: {run.fault}")
 
     @torch.inference_mode()
     def measure(self, point: Point) -> Run:
+        """One run of `point`; where there is none, the run's `fault` says why."""
         if not point.prompt:
             return Run(
                 fault="a transformers model reads its prompts: points with prompt=False are not for it"

@@ -27,6 +27,7 @@ class Point:
 
     @property
     def id(self) -> str:
+        """The point and its round: the key of its run in a study."""
         return f"{self.group}/r{self.round}"
 
     @property

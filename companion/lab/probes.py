@@ -64,6 +64,7 @@ class Stopwatch:
         return cls(clock, backend.synchronize)
 
     def seconds(self, run: Callable[[], object]) -> float:
+        """How long `run()` took, with all the device's work for it done."""
         self._synchronise()
         start = self.clock.now()
         run()

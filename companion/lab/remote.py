@@ -25,6 +25,7 @@ class EndpointTarget:
         self._sent = 0
 
     def describe(self) -> dict:
+        """Facts about what is measured, for the study's file: its kind, device and variants."""
         facts = {"kind": "endpoint", "url": self.endpoint.url, "model": self.endpoint.model}
         return facts | {"variants": {name: shape.to_dict() for name, shape in self.shapes.items()}}
 
@@ -42,6 +43,7 @@ class EndpointTarget:
             self._fixed = found[0] - 16 * self._per_word
 
     def measure(self, point: Point) -> Run:
+        """One run of `point`; where there is none, the run's `fault` says why."""
         if not point.prompt:
             return Run(fault="a server's cache cannot be filled from outside: points need prompt=True")
         if point.batch > self.endpoint.limit:

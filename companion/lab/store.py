@@ -95,6 +95,7 @@ class Study:
         self.save()
 
     def conclude(self, sweep: str, result: Mapping) -> None:
+        """Store what a sweep came to, and save."""
         self.data["sweeps"][sweep]["result"] = dict(result)
         self.save()
 

@@ -18,13 +18,17 @@ class Target(Protocol):
 
     shapes: dict[str, Shape]
 
-    def describe(self) -> dict: ...
+    def describe(self) -> dict:
+        """Facts about what is measured, for the study's file: its kind, device and variants."""
+        ...
 
     def warm_up(self) -> None:
         """What happens once and is in no measurement. Raises ValueError if nothing can be measured."""
         ...
 
-    def measure(self, point: Point) -> Run: ...
+    def measure(self, point: Point) -> Run:
+        """One run of `point`; where there is none, the run's `fault` says why."""
+        ...
 
 
 def sweep(

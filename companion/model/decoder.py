@@ -55,6 +55,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self.embedding.device
 
     @property
@@ -119,7 +120,7 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "B S d"]:
         """The residual stream through all blocks, (B, S, d) to (B, S, d): after `embed`, before `head`.
 
-        cache, lengths, errors: as in `forward`, which is `head(through(embed(ids)))`.
+        cache, lengths: as in `forward`, which is `head(through(embed(ids)))`; errors as there too.
         """
         B, S, _ = x.shape
         rows = self._rows(B, S, lengths)

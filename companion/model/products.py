@@ -27,9 +27,10 @@ def matrix(parts: list[Tensor]) -> nn.Parameter:
 
 
 def product(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
-    """F.linear(x, weight, bias) for x (..., in) and weight (out, in); faster for few rows on a CPU.
+    """F.linear(x, weight, bias), x (..., in), weight (out, in); faster for few rows on a CPU.
 
-    Which kernel computes it depends on the number of rows, so the last bits of a row's result do too.
+    Which kernel computes it depends on the number of rows, so the last bits of a row's
+    result do too.
     """
     if isinstance(weight, Int8Matrix):
         return weight(x, bias)
@@ -45,7 +46,7 @@ def product(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) 
         y = torch.bmm(parts, flat.t().expand(n, width, rows)).view(out, rows).t()
     else:
         y = torch.bmm(flat.expand(n, rows, width), parts.transpose(1, 2)).transpose(0, 1)
-    y = y.reshape(*x.shape[:-1], out).contiguous()  # the next product wants its rows in one piece
+    y = y.reshape(*x.shape[:-1], out).contiguous()  # the next product wants one piece
     return y if bias is None else y + bias
 
 

@@ -60,13 +60,14 @@ class MoE(nn.Module):
         bfloat16 two experts tie that are not equal. Its bias and the correction are kept in that type too.
 
     Parameters, as in the state dict (None where absent):
+
         router (E, K)         router_bias (E,)        correction_bias (E,), a buffer
         w1 (E, 2N, K) gate rows before up rows        b1 (E, 2N)
         w2 (E, K, N)                                  b2 (E, K)
         shared_w1 (2Ns, K)    shared_w2 (K, Ns)       shared_gate (1, K)
 
-    To load a checkpoint without filling the memory first: MoE(..., device="meta"), load_state_dict(...,
-    assign=True).
+    To load a checkpoint without filling the memory first: `MoE(..., device="meta")`, then
+    `load_state_dict(..., assign=True)`.
 
     Raises ValueError, naming the argument, for sizes and rules that contradict each other.
     """

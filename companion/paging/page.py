@@ -248,20 +248,30 @@ def _frames(data: dict) -> list[dict]:
 def live(request: str) -> str:
     """Play a list of actions on an empty pool, and tell the state before the first and after each of them.
 
-    request  {"num_blocks": 8, "block_size": 4, "prefix": true, "actions": [...]}, where an action is one of
-             {"do": "arrive", "name": "A", "tokens": "the words of a prompt", "salt": null}
-             {"do": "append", "name": "A", "tokens": ["one", "two"]}
-             {"do": "fork", "name": "A", "new": "B"}      {"do": "crop", "name": "A", "n": 5}
-             {"do": "finish", "name": "A"}                {"do": "evict", "n": 1}
+    The request and the reply are JSON. A request, and the actions that it may list:
+
+        {"num_blocks": 8, "block_size": 4, "prefix": true, "actions": [...]}
+
+        {"do": "arrive", "name": "A", "tokens": "the words of a prompt", "salt": null}
+        {"do": "append", "name": "A", "tokens": ["one", "two"]}
+        {"do": "fork", "name": "A", "new": "B"}
+        {"do": "crop", "name": "A", "n": 5}
+        {"do": "finish", "name": "A"}
+        {"do": "evict", "n": 1}
 
     Tokens are a text, split at spaces, or a list of words and integers. Instead of `actions`, a `script` has
     them in one string: "arrive A the cat sat_fork A B_append B mat_crop A 2_evict 1_finish A".
 
-    Returns {"ok": true, "result": {"frames": [...]}}: a frame has `action`, `error` (null, or why the action
-    was refused; it has changed nothing then), `told` (what happened, a sentence), `changed` (blocks by what
-    happened to them), `copies` [[source, destination], ...], `sequences` by name with their tables, `pool`
-    (every block: state live, cached or empty, refs, tokens, findable), `free`, `eviction_order`, and `usage`
-    with utilisation and waste. A request that makes no sense: {"ok": false, "error": "..."}.
+    The reply:
+
+        {"ok": true, "result": {"frames": [...]}}
+        {"ok": false, "error": "..."}
+
+    A frame has `action`, `error` (null, or why the action was refused; it has changed nothing then), `told`
+    (what happened, a sentence), `changed` (blocks by what happened to them), `copies` (pairs of source and
+    destination), `sequences` by name with their tables, `pool` (every block: state live, cached or empty,
+    refs, tokens, findable), `free`, `eviction_order`, and `usage` with utilisation and waste. The error of
+    the second form says what in the request makes no sense.
     """
     try:
         data = json.loads(request)

@@ -54,7 +54,10 @@ def encode_extra(extra: Extra) -> bytes:
 
 
 def block_digest(parent: bytes, tokens: Iterable[int], extra: Extra = ()) -> bytes:
-    """The digest, 32 bytes, of `tokens` in a block that follows the one with digest `parent` (or ROOT)."""
+    """The digest, 32 bytes, of `tokens` in a block that follows the one with digest `parent`.
+
+    parent: 32 zero bytes (`companion.paging.prefix.ROOT`) for the first block of a text.
+    """
     if not isinstance(parent, bytes) or len(parent) != 32:
         raise ValueError(f"parent={parent!r}; need a digest of 32 bytes")
     data = as_tokens("tokens", tokens)

@@ -37,9 +37,11 @@ def exchanged_experts(
 ) -> Float[Tensor, "T K"]:
     """`companion.moe.grouped_experts`, with the experts of all ranks; all of the group call it together.
 
-    x (T, K), ids and weights (T, k): this rank's tokens, and their choices among the experts of all ranks; T
-        may be 0, and differ from rank to rank. w1, w2, b1, b2: this rank's experts, equally many on each;
-        rank r owns those from r * own on. The other arguments are those of `grouped_experts`. No gradient.
+    x: (T, K), this rank's tokens. T may be 0, and differ from rank to rank.
+    ids, weights: (T, k), their choices among the experts of all ranks.
+    w1, w2, b1, b2: this rank's experts, equally many on each; rank r owns those from r * own on.
+
+    The other arguments are those of `grouped_experts`. No gradient.
 
     Raises ValueError on the rank whose arguments do not fit; the others then find that they have lost it.
     """

@@ -14,8 +14,9 @@ from .samples import Estimate, estimate
 class Divergence:
     """One number per chunk of text (B) and scored token (S), float64, in nats.
 
-    kl: KL(reference || other), never below 0. agree: whether both find the same token likeliest. nll,
-    nll_reference: negative log-likelihood of the token that the text goes on with.
+    kl: KL(reference || other), never below 0.
+    agree: whether both find the same token likeliest.
+    nll, nll_reference: negative log-likelihood of the token that the text goes on with.
     """
 
     kl: Float[Tensor, "B S"]

@@ -31,7 +31,7 @@ def test_the_text_beside_it_says_the_same_numbers():
         f"{step.weights_bytes / 1e9:.0f} gigabytes of weights",
         f"{step.matmul_flops / 1e9:.0f} billion floating-point",
         f"{1e3 * step.weights_seconds:.2f} milliseconds for the reading",
-        f"and {1e3 * step.matmul_seconds:.3f} for the arithmetic",
+        f"and {1e3 * step.matmul_seconds:.4f} for the arithmetic",
         f"squares of {1e6 * step.matmul_seconds:.0f} microseconds: {cards.squares()} for reading",
         f"{cards.squares() + 1} small squares: {cards.squares()} are blue",
     }

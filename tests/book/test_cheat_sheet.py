@@ -10,10 +10,11 @@ import torch
 
 from companion import cost
 from companion.attention import sdpa
-from tools import formulas
+from tools import address, formulas
 from tools.sitecheck import ROOT
 
 PAGE = (ROOT / "book" / "cheat_sheet.md").read_text(encoding="utf-8")
+API = (ROOT / "book" / "api.md").read_text(encoding="utf-8")
 ROWS = {row.what: row for row in formulas.rows(PAGE)}
 
 LLAMA, GEMMA, LATENT, EXPERTS = (
@@ -79,16 +80,19 @@ def found_again(manager, n, b):
     return desk.allocate(range(n)).shared
 
 
-def sent(function, what, **ranks):
-    return {e.what: e.payload for e in function(**ranks).exchanges}[what]
+def sent(exchanged, *what):
+    """Bytes that a rank hands in for these exchanges, each of which there has to be."""
+    payloads = {e.what: e.payload for e in exchanged.exchanges}
+    return sum(payloads[w] for w in what)
 
 
 CASES = {  # what: (values of the letters, what the function named on the page says)
     "attention FLOPs per token looked at": (of(LLAMA), lambda f: f(LLAMA, 1)),
+    "the same, over a latent": (MLA, lambda f: f(LATENT, 1)),
     "a decode step": (of(LLAMA, B=8, n=5000), lambda f: f(LLAMA, 5000, batch=8)),
     "reading a prompt, all logits": (of(LLAMA, n=777), lambda f: f(LLAMA, 777)),
     "context at which looking back is half of the work": (of(LLAMA), lambda f: f(LLAMA)),
-    "query-key pairs under a causal window": (
+    "query-key pairs under a causal window, $n \\ge w$": (
         {"n": 100, "w": 32},
         lambda f: f(100, 100, causal=True, window_size=(31, 0)).sum().item(),
     ),
@@ -112,17 +116,21 @@ CASES = {  # what: (values of the letters, what the function named on the page s
     "a decode step, at least": (of(LLAMA, B=8, n=5000), lambda f: f(LLAMA, H100, 8, 5000).seconds),
     "intensity of that step": (of(LLAMA, B=8, n=5000), lambda f: f(LLAMA, 8, 5000)),
     "intensity of attention alone": (of(LLAMA), lambda f: f(LLAMA)),
-    "the same, over a latent": (MLA, lambda f: f(LATENT)),
+    "intensity over a latent": (MLA, lambda f: f(LATENT)),
     "context beyond which no batch is compute-bound": (of(LLAMA), lambda f: f(LLAMA, H100)),
     "experts touched in a layer": (MOE | {"B": 8}, lambda f: f(EXPERTS, 8)),
     "rows multiplied for one expert": ({"q": 37, "t": 16}, lambda f: f([37], 16)),
     "sent to the experts, per step and rank": (
         MOE | {"B": 8},
-        lambda f: sent(lambda **r: f(EXPERTS, tokens=8, **r), "dispatch", expert=8),
+        lambda f: sent(f(EXPERTS, tokens=8, expert=8), "dispatch"),
     ),
-    "summed behind all attentions, per step and rank": (
+    "and as much back from them": (
+        MOE | {"B": 8},
+        lambda f: sent(f(EXPERTS, tokens=8, expert=8), "combine"),
+    ),
+    "summed behind attentions and feed-forwards, per step and rank": (
         of(LLAMA, B=8),
-        lambda f: sent(lambda **r: f(LLAMA, tokens=8, **r), "attention", tensor=8),
+        lambda f: sent(f(LLAMA, tokens=8, tensor=8), "attention", "feed-forward"),
     ),
     "what a ring puts on the wire for a sum, per rank": (
         {"N": 8, "m": 4096},
@@ -173,8 +181,26 @@ def test_the_formula_as_printed_is_the_function(what):
 
 
 def test_every_line_is_read_and_has_a_case():
-    lines = [x for x in PAGE.splitlines() if x.startswith("|") and "api.md" in x]
+    lines = [x for x in PAGE.splitlines() if x.startswith("|") and "`](" in x]
     assert len(lines) == len(ROWS) == len(CASES) > 25 and set(ROWS) == set(CASES)
+
+
+def test_a_function_s_link_leads_to_its_entry_or_to_its_source():
+    from_source = f"{address.repository()}/blob/{address.BRANCH}/"
+    for row in ROWS.values():
+        module, *names = row.function.split(".")
+        if row.place.startswith("api.md#"):
+            entry = row.place.removeprefix("api.md#")
+            assert entry in {n.lower() for n in names} and f"companion.{module} -->" in API, row
+        else:
+            path = ROOT / row.place.removeprefix(from_source)
+            assert f"def {names[-1]}(" in path.read_text(encoding="utf-8"), row
+
+
+def test_every_guess_that_stands_is_the_limit_that_the_page_gives():
+    assert r"at $\alpha = 1$, a pass brings $\gamma + 1$ tokens" in PAGE and cost.expected_tokens(1, 4) == 5
+    near = formulas.evaluate(ROWS["tokens per pass"].formula, {"alpha": 1 - 1e-9, "gamma": 4})
+    assert math.isclose(near, 5, rel_tol=1e-6)
 
 
 def test_every_letter_is_explained_and_used():
@@ -209,6 +235,7 @@ PRINTED = {
     r"\frac{1}{3} 3": 1,
     r"\lfloor \frac{7}{2} \rfloor + \lceil \frac{7}{2} \rceil": 7,
     r"2^{3} 2^4": 128,
+    r"\left\lfloor \dfrac{7}{2} \right\rfloor + \max\left(\dfrac{1}{2}, 2\right)": 5,
     r"\left( 2 \, \min(5, 1 + 2) \right) - -1": 7,
     r"\ln(e^{2})": 2,
     r"a_{bc} \beta - \max(a_{bc}, \beta, 0.5)": 7 * 3 - 7,

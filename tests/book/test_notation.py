@@ -33,6 +33,20 @@ def names(cell: str) -> list[str]:
     return [re.match(r"[\w.]+", code)[0] for code in re.findall(r"`([^`]+)`", cell)]
 
 
+def letters(formulas: list[str]) -> set[str]:
+    """`B, H_q` -> {"B", "H_q"}; commands such as \\infty are no letters, nor is Euler's e."""
+    plain = [re.sub(r"\\[A-Za-z]+", " ", f) for f in formulas]
+    return {re.sub("[{}]", "", x) for f in plain for x in re.findall(r"[A-Za-z](?:_\{?\w+\}?)?", f)} - {"e"}
+
+
+def test_every_letter_of_the_page_is_in_its_table():
+    table, rest = PAGE.split("</div>", 1)
+    explained = letters(re.findall(r"^\| (\$.+?) \|", table, re.M))
+    used = letters(re.findall(r"\$([^$\n]+)\$", rest))
+    assert len(used) > 6 and used - explained == set()
+    assert letters([r"(B, H_{kv}, D^{-1/2}), -\infty"]) == {"B", "H_kv", "D"}
+
+
 def test_every_row_has_five_columns():
     assert len(ROWS) > 12 and {len(row) for row in ROWS} == {5}
 

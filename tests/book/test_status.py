@@ -14,6 +14,7 @@ from nbval.plugin import IPyNbFile
 
 from tools import notebooks as nb
 from tools import reading, status
+from tools.browser import find
 from tools.sitecheck import ROOT, article, parse
 
 NOTEBOOKS = status.chapters()
@@ -48,6 +49,22 @@ def test_the_status_page_shows_every_notebook_and_its_counts(html):
         assert row[0] == f"{int(name[:2])}. {reading.title(notebook)}"
         assert list(map(int, row[4:])) == [count[k] for k in status.KINDS]
     assert list(map(int, shown[-1][4:])) == [sum(int(r[i]) for r in shown[:-1]) for i in (4, 5, 6)]
+
+
+@pytest.mark.skipif(find() is None, reason="no Chromium found: the page was not looked at on a phone")
+def test_a_phone_shows_every_number_and_what_it_is(site, browser):
+    numbers = "[...document.querySelectorAll('.runs tbody tr')].map((tr) => [...tr.cells].map("
+    numbers += "(td) => [td.innerText.trim(), td.getBoundingClientRect().right,"
+    numbers += " getComputedStyle(td, '::before').content, getComputedStyle(td, '::after').content]))"
+    found = browser.visit(f"{site}book/status.html", width=390, scripts={"rows": numbers}).values["rows"]
+    assert len(found) == len(NOTEBOOKS) + 1
+    for row in found:
+        assert max(right for _, right, *_ in row) <= 390, row
+        said = [
+            "".join(x.strip('"') for x in (before, text, after) if x != "none")
+            for text, _, before, after in row
+        ]
+        assert re.fullmatch(r"compared \d+;measured \d+;without text \d+", ";".join(said[4:])), said
 
 
 def test_the_first_page_shows_the_minutes_and_seconds(html):
