@@ -309,7 +309,7 @@ def test_the_innermost_choice_holds_and_is_taken_back(monkeypatch):
 
 
 def test_an_unknown_choice_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="choice='off'; accepted: 'auto', 'always', 'never'"):
+    with pytest.raises(ValueError, match="choice='off'; accepted: 'auto', 'compiled', 'always', 'never'"):
         use("off")
     monkeypatch.setenv(policy.VARIABLE, "1")
     with pytest.raises(ValueError, match="COMPANION_KERNELS='1'; accepted"):
