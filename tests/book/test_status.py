@@ -35,6 +35,13 @@ def test_counts_are_those_of_nbval(name, request):
     assert Counter(kind(item.cell, item.options) for item in collected) == status.kinds(NOTEBOOKS[name])
 
 
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_chapter_says_the_minutes_of_the_cover(name):
+    takes = reading.reading(NOTEBOOKS[name])
+    said = f"Time: {takes.minutes} minutes to read, {takes.exercises} for the exercises. The notebook runs"
+    assert said in NOTEBOOKS[name].cells[0].source
+
+
 def rows(page, columns):
     """The rows of the page's table with so many columns, as texts."""
     found = [[" ".join(td.get_text().split()) for td in tr.find_all("td")] for tr in page.find_all("tr")]
