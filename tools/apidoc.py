@@ -40,7 +40,7 @@ def module(name: str, source_url: str, root: Path = ROOT, used=None, builders: l
     """
     base = root / name.replace(".", "/")
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _parsed(path)
     entries = list(public(path, tree))
     anchors = anchor_names(name, [node for _, node in entries])
     files = sorted(base.rglob("*.py")) if base.is_dir() else [path]
@@ -154,7 +154,7 @@ def public(path: Path, tree: ast.Module):
     for node in [*tree.body, *lazy]:
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
             file = path.parent / f"{node.module.replace('.', '/')}.py"
-            inside = {n.name: n for n in ast.parse(file.read_text(encoding="utf-8")).body if _documented(n)}
+            inside = {n.name: n for n in _parsed(file).body if _documented(n)}
             for name in (a.name for a in node.names):
                 if name in inside and (listed is None or name in listed):
                     yield file, inside[name]

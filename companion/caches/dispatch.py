@@ -27,8 +27,9 @@ def decode(q, k_cache, v_cache, *, starts, stops, window, sinks, return_lse, tab
     S = q.shape[2]
     if not 0 < S <= MOST_QUERIES or not max(stops):
         return None
-    plain = S == 1 and not options.keys() - CPU_OPTIONS and all(a + 1 == n for a, n in zip(starts, stops))
-    if plain and wanted_on_cpu(q, k_cache, v_cache, stops, window, table is not None):
+    if wanted_on_cpu(q, k_cache, v_cache, stops, window, table is not None) and (
+        S == 1 and not options.keys() - CPU_OPTIONS and all(a + 1 == n for a, n in zip(starts, stops))
+    ):
         out, lse = run(q[:, :, 0], k_cache, v_cache, stops, table, window=window, sinks=sinks, **options)
         return (out[:, :, None], lse[:, :, None]) if return_lse else out[:, :, None]
     if not wanted(q, k_cache, v_cache, sinks):

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from .checks import check_call, check_contents, check_sinks
-from .policy import choice
+from .policy import choice, need_numba
 
 __all__ = ["decode_on_cpu"]
 
@@ -88,12 +88,9 @@ def wanted_on_cpu(
 @functools.cache
 def compiler():
     """(`cpu_attention`, threads that Numba has)."""
-    try:
-        from numba import config
-    except ImportError as error:  # missing, or it refuses a numpy that is newer than it knows
-        raise ImportError(
-            f"decode_on_cpu needs Numba, pip install 'what-a-token-costs[cpu]': {error}"
-        ) from None
+    need_numba("decode_on_cpu")
+    from numba import config
+
     from . import cpu_attention
 
     return cpu_attention, config.NUMBA_NUM_THREADS

@@ -88,16 +88,21 @@ def _readable(t: Tensor) -> bool:
 def _known(name: str, value: str) -> str:
     if value not in CHOICES:
         raise ValueError(f"{name}={value!r}; accepted: {', '.join(map(repr, CHOICES))}")
-    if value == "compiled" and not _numba_is_there():
-        raise ImportError(f"{name}={value!r} needs Numba: pip install 'what-a-token-costs[cpu]'")
+    if value == "compiled":
+        need_numba(f"{name}={value!r}")
     return value
 
 
+def need_numba(what: str) -> None:
+    """Raises ImportError, saying what needs Numba, where it is missing or refuses the numpy there is."""
+    if (why := _numba_fails()) is not None:
+        raise ImportError(f"{what} needs Numba, pip install 'what-a-token-costs[cpu]': {why}")
+
+
 @functools.cache
-def _numba_is_there() -> bool:
-    """Whether Numba can be imported; it also refuses a numpy that is newer than it knows."""
+def _numba_fails() -> str | None:
     try:
         import numba  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    except ImportError as error:
+        return str(error)
+    return None

@@ -248,7 +248,7 @@ def test_small_steps_stay_with_torch(monkeypatch):
 
 def test_without_numba_it_is_refused_where_it_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    caches = cpu.compiler, policy._numba_is_there
+    caches = cpu.compiler, policy._numba_fails
     for cache in caches:
         cache.cache_clear()
     try:
