@@ -9,7 +9,7 @@ import pytest
 from jaxtyping import _import_hook, install_import_hook
 
 # Kernels are no Python functions: Triton and Numba read them, and the hook has to pass over them.
-_unchecked, KERNELS = _import_hook._is_no_type_check, ("triton.jit", "njit", "compiled")
+_unchecked, KERNELS = _import_hook._is_no_type_check, ("triton.jit", "njit", "compiled", "intrinsic")
 _import_hook._is_no_type_check = lambda node: _unchecked(node) or ast.unparse(node).startswith(KERNELS)
 # Before anything of companion is imported: every call of an annotated function is checked from here on.
 install_import_hook("companion", "typecheck.check")  # tests/typecheck.py

@@ -9,6 +9,7 @@ Writing and attending are separate calls; when `attend` runs, the new tokens are
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -41,6 +42,22 @@ def refuse_latent(spec: ModelSpec) -> None:
     """Raise a ValueError for a model that caches no keys and values."""
     if spec.mla is not None:
         raise ValueError(f"{spec.name} caches a latent vector, not keys and values; use kind='latent'")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the next token of every row goes, for a step that writes and attends in all layers by itself.
+
+    k, v: a store per layer; in memory all lie like `layout`, the first layer's two in the kernels' layout
+    (pages, size, Hkv, D). table: int32 (B, columns), the rows' pages, or None where row b has page b.
+    before: tokens that each row has.
+    """
+
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+    layout: tuple[Tensor, Tensor]
+    table: Tensor | None
+    before: list[int]
 
 
 class Cache(ABC):
@@ -127,6 +144,13 @@ class Cache(ABC):
         """Raise a ValueError if a row cannot go back to that many tokens; here every row can."""
         return
 
+    def room(self) -> Room | None:
+        """Room for one more token in every row and layer, taken; None where tokens come by `append` alone.
+
+        Raises ValueError, as `append` does, and takes none, where there is none.
+        """
+        return None
+
     # --- what all share ----------------------------------------------------------------------------------
 
     def lengths(self, layer: int = 0) -> Int[Tensor, " B"]:
@@ -196,6 +220,11 @@ class Cache(ABC):
     def _commit(self, layer: int, before: list[int], new: list[int]) -> None:
         self._rows[layer] = [b + n for b, n in zip(before, new)]
         self._fresh[layer] = new
+
+    def filled(self) -> None:
+        """Count the token of every row and layer for which `room` was taken."""
+        for layer, rows in enumerate(self._rows):
+            self._commit(layer, rows, [1] * self.batch)
 
     def _starts(self, layer: int, S: int) -> list[int]:
         """Position of the first of S queries in each row."""

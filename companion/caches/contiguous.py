@@ -7,7 +7,7 @@ reads them. Sliding layers are stored whole too; their window is applied when at
 import torch
 
 from .attend import attend
-from .base import Cache, refuse_latent
+from .base import Cache, Room, refuse_latent
 from .dispatch import write
 
 
@@ -46,6 +46,13 @@ class ContiguousCache(Cache):
             sinks=sinks,
             return_lse=return_lse,
         )
+
+    def room(self):
+        before, _ = self._plan(0, 1, None)
+        if any(rows != before for rows in self._rows):  # amid a step
+            return None
+        layout = self._k[0].transpose(1, 2), self._v[0].transpose(1, 2)
+        return Room(self._k, self._v, layout, None, before)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All stored keys and values in order, (B, Hkv, n, D) each; for rows of one length."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..cost import ModelSpec
 from ..paging import BlockManager, PagedSequence, blocks_needed
 from .attend import attend
-from .base import Cache, refuse_latent
+from .base import Cache, Room, refuse_latent
 from .dispatch import decode, write
 from .tables import Entry, RowTables
 
@@ -174,6 +174,14 @@ class PagedCache(Cache):
         )
         found = decode(q, *self.storage.pages(layer), table=self._tables.tensor(), **options)
         return attend(q, *self._gathered(layer, self._workspace()), **options) if found is None else found
+
+    def room(self):
+        before, new = self._plan(0, 1, None)
+        if any(rows != before for rows in self._rows):  # amid a step
+            return None
+        self.storage.copy(self._tables.reserve([b + n for b, n in zip(before, new)]))
+        store = self.storage
+        return Room(store.k, store.v, store.pages(0), self._tables.tensor(), before)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """All stored keys and values in order, (B, Hkv, n, D) each; for rows of one length."""

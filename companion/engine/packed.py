@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..caches.attend import attend, is_plain, visible_slots
-from ..caches.base import Cache
+from ..caches.base import Cache, Room
 from ..caches.dispatch import decode, write
 from ..caches.paged import PagedStorage
 from ..paging import BlockTable
@@ -80,6 +80,15 @@ class PackedStep(Cache):
         """Tokens before each row's own: its position."""
         return list(self._positions)
 
+    def room(self):
+        if self._chunks:
+            return None
+        store = self.storage
+        if self._tails is not None:
+            for layer in (*store.k, *store.v):
+                layer.flatten(1, 2).index_fill_(1, self._tails, 0)
+        return Room(store.k, store.v, store.pages(0), self._decodes.table, self._positions)
+
     def append(self, layer, k, v, *, lengths=None):
         self._check_kv(k, v)
         if write(k, v, *self.storage.pages(layer), slots=self._slots[:, None]):
@@ -107,6 +116,9 @@ class PackedStep(Cache):
     @property
     def nbytes_used(self):
         return self.storage.nbytes
+
+    def filled(self):
+        pass  # the engine counts
 
     def _drop(self, layer, row, start, stop):
         raise ValueError("a step of an engine cannot be cropped")

@@ -1,4 +1,4 @@
-"""Triton kernels for decoding and for mixtures of experts, each beside its twin in torch; and one for CPUs.
+"""Triton kernels for decoding and for mixtures of experts, each beside its twin in torch; and two for CPUs.
 
     import torch
     from companion.kernels import decode_attention, interpret
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .compile import compile_report
     from .copy import copy
     from .cpu import decode_on_cpu
+    from .cpu_rows import linear_on_cpu
     from .decode import attend_with_tail, decode_attention, merge_splits
     from .fused_moe import fused_moe
     from .gemm import grouped_gemm
@@ -34,6 +35,7 @@ _EXPORTS = {
     "attend_with_tail": "decode",
     "merge_splits": "decode",
     "decode_on_cpu": "cpu",
+    "linear_on_cpu": "cpu_rows",
     "decode_twin": "twin",
     "grouped_gemm": "gemm",
     "fused_moe": "fused_moe",
@@ -57,6 +59,7 @@ __all__ = [
     "grouped_gemm",
     "interpret",
     "interpreted",
+    "linear_on_cpu",
     "merge_splits",
     "triton_for",
     "use",

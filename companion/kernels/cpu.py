@@ -5,8 +5,6 @@ call on a machine compiles for some ten seconds; what comes out is kept on disk,
 Numba's own folder.
 """
 
-import functools
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +13,8 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from .checks import check_call, check_contents, check_sinks
-from .policy import choice, need_numba
+from .cpu_threads import threads
+from .policy import choice
 
 __all__ = ["decode_on_cpu"]
 
@@ -23,7 +22,6 @@ Number = int | float
 LEAST_BYTES = 2_000_000  # of keys and values in one piece: from here on this beats torch's products
 LEAST_TILES = 8  # of a part: waking a thread costs more than fewer take
 LOG2E = 1.4426950408889634
-_one_at_a_time = threading.Lock()  # not every kind of threads that Numba may use bears two callers
 
 
 def decode_on_cpu(
@@ -85,28 +83,18 @@ def wanted_on_cpu(
     return keys * per_key >= LEAST_BYTES
 
 
-@functools.cache
-def compiler():
-    """(`cpu_attention`, threads that Numba has)."""
-    need_numba("decode_on_cpu")
-    from numba import config
-
-    from . import cpu_attention
-
-    return cpu_attention, config.NUMBA_NUM_THREADS
-
-
 def run(q, k_cache, v_cache, stops, table, *, window=None, softmax_scale=None, softcap=0.0, sinks=None):
     """The call itself, unchecked. stops: a list of lengths. Returns (out, lse)."""
-    compiled, threads = compiler()
     (B, Hq, D), (size, Hkv), Dv = q.shape, k_cache.shape[1:3], v_cache.shape[3]
     stop = np.array(stops, np.int64)
     first = np.zeros(B, np.int64) if window is None else np.maximum(stop - window, 0)
-    tiles = (sum(stops) if window is None else int((stop - first).sum())) * Hkv // compiled.TILE
+    keys = (sum(stops) if window is None else int((stop - first).sum())) * Hkv
     scale = D**-0.5 if softmax_scale is None else softmax_scale
     out, lse = np.empty((B * Hkv, Hq // Hkv, Dv), np.float32), np.empty((B * Hkv, Hq // Hkv), np.float32)
-    with _one_at_a_time:
-        compiled.decode(
+    with threads() as n_threads:
+        from .cpu_attention import TILE, decode
+
+        decode(
             q.reshape(B * Hkv, Hq // Hkv, D).numpy(),
             flat(k_cache),
             flat(v_cache),
@@ -116,7 +104,7 @@ def run(q, k_cache, v_cache, stops, table, *, window=None, softmax_scale=None, s
             size,
             first,
             stop,
-            max(1, min(threads, torch.get_num_threads(), tiles // LEAST_TILES)),
+            max(1, min(n_threads, keys // TILE // LEAST_TILES)),
             np.float32(scale if softcap else scale * LOG2E),
             float(softcap),
             np.empty((0, 0), np.float32) if sinks is None else sinks.float().reshape(Hkv, -1).numpy(),

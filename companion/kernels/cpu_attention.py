@@ -14,20 +14,10 @@ import math
 import numpy as np
 from numba import njit, prange
 
-f32 = np.float32
+from .cpu_numba import FAST, compiled_for_threads, f32
+
 TILE = 128  # keys between two looks at the running maximum
 LN2 = math.log(2)
-# Sums may be taken in any order, so that eight of them go side by side; NaN and infinity keep their meaning.
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-
-
-def compiled(function):
-    """For all threads, and kept on disk where there is a folder that may be written to."""
-    options = dict(parallel=True, nogil=True, error_model="numpy")
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no such folder: compiled again in every process
-        return njit(**options)(function)
 
 
 @njit
@@ -239,7 +229,7 @@ def merge(pieces, parts, part_lse, sinks, out, lse):
         at = end
 
 
-@compiled
+@compiled_for_threads
 def decode(q, k, v, k_strides, v_strides, table, size, first, stops, parts, scale, softcap, sinks, out, lse):
     """Fill out (rows, G, Dv) and lse (rows, G): plan, all parts at once on Numba's threads, merge."""
     kv_heads = len(out) // len(stops)

@@ -1,8 +1,10 @@
 """Decode attention compiled for CPUs, against the Triton kernels' float64 oracle and against torch."""
 
 import inspect
+import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from test_dispatch import OPTIONS, spec
 
 from companion.attention import sdpa
 from companion.caches import dispatch, make_cache
-from companion.kernels import cpu, cpu_attention, decode_on_cpu, policy, use
+from companion.kernels import cpu, cpu_attention, cpu_threads, decode_on_cpu, policy, use
 
 TILE = cpu_attention.TILE
 plain = inspect.unwrap(decode_on_cpu)  # without the run-time types that the tests add, which speak first
@@ -49,9 +51,7 @@ def calls(monkeypatch):
 def test_lengths_groups_pages_and_threads(monkeypatch, threads, n_threads, heads, block_size):
     threads(n_threads)
     monkeypatch.setattr(cpu, "LEAST_TILES", 1)
-    monkeypatch.setattr(
-        cpu, "compiler", lambda: (cpu_attention, n_threads)
-    )  # parts beyond the machine's cores
+    monkeypatch.setattr(cpu, "threads", lambda: nullcontext(n_threads))  # beyond the machine's cores too
     case = make(EDGES, heads, 64, block_size=block_size)
     check(case.run(decode_on_cpu), case.expected(), torch.float32)
 
@@ -153,6 +153,30 @@ def test_two_callers_at_once(threads):
     assert not wrong
 
 
+def test_torch_keeps_its_number_of_threads():
+    """The pool of OpenMP is both's; starting Numba's threads sets it, once in a process."""
+    code = (
+        "import torch; from companion.kernels import decode_on_cpu; torch.set_num_threads(1); "
+        "q, k = torch.ones(1, 2, 8), torch.ones(1, 9, 1, 8); n = torch.tensor([9], dtype=torch.int32); "
+        "decode_on_cpu(q, k, k, n); decode_on_cpu(q, k, k, n); print(torch.get_num_threads())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+
+
+def test_numba_keeps_its_number_of_threads(threads):
+    import numba
+
+    most = numba.config.NUMBA_NUM_THREADS
+    for torchs, numbas in ((1, most), (most, 1)):
+        threads(torchs)
+        numba.set_num_threads(numbas)
+        with cpu_threads.threads() as n:
+            assert n == numba.get_num_threads() == min(torchs, most)
+        assert numba.get_num_threads() == numbas
+    numba.set_num_threads(most)
+
+
 @pytest.mark.parametrize("change, message", [
     ({"q": torch.randn(2, 1, 4, 64)}, "q has shape"),
     ({"q": torch.randn(2, 4, 32)}, "k_cache has shape"),
@@ -248,7 +272,7 @@ def test_small_steps_stay_with_torch(monkeypatch):
 
 def test_without_numba_it_is_refused_where_it_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    caches = cpu.compiler, policy._numba_fails
+    caches = cpu_threads.numba, policy._numba_fails
     for cache in caches:
         cache.cache_clear()
     try:
@@ -277,4 +301,5 @@ def test_the_real_model_writes_the_same(calls):
     for kind, how in (("contiguous", "never"), ("contiguous", "compiled"), ("paged", "compiled")):
         with use(how):
             written.append(generate(model, ids, max_new_tokens=12, cache=kind).tokens)
-    assert written[0] == written[1] == written[2] and len(calls) == 2 * 11 * model.spec.layers
+    # Steps go through all layers by one call, which attends by itself (`test_compiled.py`).
+    assert written[0] == written[1] == written[2] and not calls

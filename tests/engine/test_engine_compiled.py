@@ -1,0 +1,48 @@
+"""The engine where decode steps go through all layers by one compiled call: the same completions."""
+
+import pytest
+import torch
+from engine_models import OPTIONS, alone, tiny_decoder
+
+from companion.engine import Engine, Request
+from companion.generate import Sampler
+from companion.kernels import cpu_rows, use
+from companion.model import compiled
+
+PROMPTS = [
+    (1,),
+    (1, 2, 3),
+    (1, 2, 3, 4, 5, 6),
+    (1, 2, 3, 4, 5, 6, 7, 8, 9),
+    (5, 5, 5, 5, 5),
+    (1, 2, 3, 4, 9, 9, 1),
+]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("windowed", [False, True])
+@torch.inference_mode()
+def test_the_same_completions(monkeypatch, windowed, seed):
+    """Steps of decodes alone are compiled, mixed ones not: each reads what the other wrote, amid NaN."""
+    rows = []
+
+    def counted(x, *args, **kwargs):
+        rows.append(len(x))
+        return cpu_rows.step(x, *args, **kwargs)
+
+    monkeypatch.setattr(compiled, "step", counted)
+    model = tiny_decoder(window=5 if windowed else None, dtype=torch.float32)
+    engine = Engine(model, 30, 4, max_tokens_per_step=9)
+    for store in (*engine.storage.k, *engine.storage.v):
+        store.fill_(float("nan"))
+    expected = [alone(p, 7, seed=seed, windowed=windowed) for p in PROMPTS]
+    with use("compiled"):
+        for prompt in PROMPTS:
+            options = {} if seed is None else {"sampler": Sampler(**OPTIONS, seed=seed)}
+            engine.add(Request(prompt, 7, stop_ids=(), **options))
+        done = engine.run()
+    for completion, want in zip(done, expected, strict=True):
+        assert completion.tokens == want.tokens
+        assert completion.logprobs == pytest.approx(want.logprobs, rel=0, abs=1e-4)
+    steps = len(engine.history)
+    assert 0 < len(rows) < steps and max(rows) > 1
