@@ -132,7 +132,7 @@ def _verdicts() -> dict[str, str]:
         "companion generate": "yes" if model else "no: python -m pip install 'what-a-token-costs[model]'",
         "figures": "yes" if has["matplotlib"] else "no: python -m pip install 'what-a-token-costs[figures]'",
         "Triton kernels": _triton(has),
-        "compiled attention": _numba(),
+        "compiled decoding": _numba(),
     }
     if has["torch"]:
         rows["dtype to use"] = _dtype()

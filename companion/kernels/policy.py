@@ -28,8 +28,9 @@ class use:
     """Choose for the whole process, until the `with` block ends if it stands in one.
 
     "auto"      kernels where tensors are on a GPU that runs them; the default, or what COMPANION_KERNELS says
-    "compiled"  besides, on a CPU in float32: decode attention that Numba compiles (`decode_on_cpu`); its
-                first call on a machine takes some ten seconds, which is why it has to be asked for
+    "compiled"  besides, on a CPU in float32, what Numba compiles: attention of decode steps, products of up
+                to 8 rows, and steps of plain decoders as a whole, over contiguous or paged caches. The
+                first call on a machine takes half a minute, which is why it has to be asked for
     "always"    Triton's kernels on CPU tensors too, in its interpreter: to test, not to be fast
     "never"     torch alone
 

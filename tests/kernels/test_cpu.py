@@ -1,10 +1,12 @@
 """Decode attention compiled for CPUs, against the Triton kernels' float64 oracle and against torch."""
 
 import inspect
+import shutil
 import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,17 @@ from test_dispatch import OPTIONS, spec
 
 from companion.attention import sdpa
 from companion.caches import dispatch, make_cache
-from companion.kernels import cpu, cpu_attention, cpu_threads, decode_on_cpu, policy, use
+from companion.kernels import (
+    cpu,
+    cpu_attention,
+    cpu_loops,
+    cpu_numba,
+    cpu_step,
+    cpu_threads,
+    decode_on_cpu,
+    policy,
+    use,
+)
 
 TILE = cpu_attention.TILE
 plain = inspect.unwrap(decode_on_cpu)  # without the run-time types that the tests add, which speak first
@@ -303,3 +315,17 @@ def test_the_real_model_writes_the_same(calls):
             written.append(generate(model, ids, max_new_tokens=12, cache=kind).tokens)
     # Steps go through all layers by one call, which attends by itself (`test_compiled.py`).
     assert written[0] == written[1] == written[2] and not calls
+
+
+def test_loops_on_disk_are_those_of_these_files(tmp_path):
+    """Numba would go on with a caller whose callee, in another file, has changed."""
+    folder = Path(cpu_numba.__file__).parent
+    for room in folder.glob("cpu_*.py"):
+        shutil.copy(room, tmp_path)
+    assert cpu_numba.digest(tmp_path) == cpu_numba.DIGEST
+    for name in ("cpu_attention.py", "cpu_loops.py", "cpu_step.py"):
+        before = cpu_numba.digest(tmp_path)
+        (tmp_path / name).write_text("# changed")
+        assert cpu_numba.digest(tmp_path) != before
+    for loop in (cpu_attention.decode, cpu_loops.linear, cpu_loops.gated, cpu_step.step):
+        assert loop.py_func.__qualname__.endswith(cpu_numba.DIGEST)
