@@ -23,47 +23,52 @@ def parts_of(w, threads):
 
 
 @njit(**LOOP)
-def multiply(x, w, begin, end, y):
+def multiply(x, w, scale, begin, end, y):
     """y[r, o] = x[r] . w[o] for the outputs begin .. end - 1; x (R, K), w (O, K), y (R, O).
 
-    A row of w comes from memory once and serves all rows of x, two at a time.
+    A row of w comes from memory once and serves all rows of x, two at a time. w: float32, or int8 codes with
+    a scale (O,) for each output; scale is empty otherwise.
     """
     R, K = x.shape
     for o in range(begin, end):
-        weights = w[o]
+        weights, factor = w[o], f32(1)
+        if len(scale):
+            factor = scale[o]
         for r in range(0, R - 1, 2):
             a, b = x[r], x[r + 1]
             sa = sb = f32(0)
             for i in range(K):
-                sa += a[i] * weights[i]
-                sb += b[i] * weights[i]
-            y[r, o], y[r + 1, o] = sa, sb
+                weight = f32(weights[i])
+                sa += a[i] * weight
+                sb += b[i] * weight
+            y[r, o], y[r + 1, o] = sa * factor, sb * factor
         if R % 2:
             a, sa = x[R - 1], f32(0)
             for i in range(K):
-                sa += a[i] * weights[i]
-            y[R - 1, o] = sa
+                sa += a[i] * f32(weights[i])
+            y[R - 1, o] = sa * factor
 
 
 @compiled_for_threads
-def linear(x, w, threads, y):
+def linear(x, w, scale, threads, y):
     """Fill y (R, O) with x (R, K) times the rows of w (O, K), the outputs cut between threads."""
     O, parts = len(w), parts_of(w, threads)
     for p in prange(parts):
-        multiply(x, w, O * p // parts, O * (p + 1) // parts, y)
+        multiply(x, w, scale, O * p // parts, O * (p + 1) // parts, y)
 
 
 @compiled_for_threads
-def gated(x, gate_up, down, gelu, threads, h, y):
+def gated(x, gate_up, gate_up_scale, down, down_scale, gelu, threads, h, y):
     """Fill y (R, K) with down . (act(gate . x) * (up . x)); act is SiLU, or GELU by its tanh form.
 
-    gate_up (2 F, K), down (K, F). h (2, R, F): room for what lies between the matrices.
+    gate_up (2 F, K), down (K, F), their scales as for `multiply`. h (2, R, F): room for what lies between.
     """
     F, O, parts = down.shape[1], len(down), parts_of(gate_up, threads)
+    gate_scale, up_scale = gate_up_scale[:F], gate_up_scale[F:]  # empty ones stay empty
     for p in prange(parts):
         begin, end = F * p // parts, F * (p + 1) // parts
-        multiply(x, gate_up[:F], begin, end, h[0])
-        multiply(x, gate_up[F:], begin, end, h[1])
+        multiply(x, gate_up[:F], gate_scale, begin, end, h[0])
+        multiply(x, gate_up[F:], up_scale, begin, end, h[1])
         for r in range(len(x)):
             gate, up = h[0, r], h[1, r]
             for j in range(begin, end):
@@ -76,7 +81,7 @@ def gated(x, gate_up, down, gelu, threads, h, y):
                 gate[j] = act * up[j]
     parts = parts_of(down, threads)
     for p in prange(parts):
-        multiply(h[0], down, O * p // parts, O * (p + 1) // parts, y)
+        multiply(h[0], down, down_scale, O * p // parts, O * (p + 1) // parts, y)
 
 
 @njit(**LOOP)

@@ -31,8 +31,8 @@ def vector(address, n):
 
 
 @njit
-def matrix(address, rows, columns):
-    return carray(pointer(address), (rows, columns), np.float32)
+def matrix(address, rows, columns, like):
+    return carray(pointer(address), (rows, columns), like.dtype)
 
 
 @njit
@@ -50,13 +50,14 @@ def remember(qkv, kv_heads, at, k, v, k_strides, v_strides, table, size):
 
 @compiled
 def step(
-    x, layers, spec, cos, sin, k_strides, v_strides, k_span, v_span, table, size, before, threads, least_tiles
+    x, layers, like, spec, cos, sin, k_strides, v_strides, k_span, v_span, table, size, before,
+    threads, least_tiles,
 ):  # fmt: skip
     """Bring x (B, d) through all layers, in place; every row's new key and value go into its store.
 
-    layers (L,) and spec: records, as `cpu_rows` makes them. cos, sin (B or 1, half). k_strides, v_strides,
-    table, size: as for `decode`; the layers' stores are alike, of k_span and v_span numbers. before (B,):
-    tokens that each row had.
+    layers (L,) and spec: records, as `cpu_rows` makes them. like: anything of the matrices' type, float32 or
+    int8. cos, sin (B or 1, half). k_strides, v_strides, table, size: as for `decode`; the layers' stores are
+    alike, of k_span and v_span numbers. before (B,): tokens that each row had.
     """
     B, d = x.shape
     heads, kv_heads, D, ffn = spec.heads, spec.kv_heads, spec.head_dim, spec.ffn
@@ -68,12 +69,14 @@ def step(
     lse, no_sinks = np.empty((B * kv_heads, group), f32), np.empty((0, 0), f32)
     hidden = np.empty((2, B, ffn), f32)
     first, stops = np.zeros(B, np.int64), before + 1
+    scaled = like.itemsize == 1  # else scales are empty
     for i in range(len(layers)):
         w = layers[i]
         rms_norm(x, vector(w.attention_norm, d), spec.eps, normed)
-        linear(normed, matrix(w.qkv, flat.shape[1], d), threads, flat)
+        wide = flat.shape[1]
+        linear(normed, matrix(w.qkv, wide, d, like), vector(w.qkv_scale, wide * scaled), threads, flat)
         if w.qkv_bias:
-            flat += vector(w.qkv_bias, flat.shape[1])
+            flat += vector(w.qkv_bias, wide)
         for b in range(B):
             if w.q_norm:
                 rms_norm(qkv[b, :heads], vector(w.q_norm, D), spec.eps, qkv[b, :heads])
@@ -91,10 +94,12 @@ def step(
             q, k, v, k_strides, v_strides, table, size, first, stops, parts,
             spec.scale, 0.0, no_sinks, out, lse,
         )  # fmt: skip
-        linear(out.reshape(B, heads * D), matrix(w.o, d, heads * D), threads, added)
+        rows, scale = out.reshape(B, heads * D), vector(w.o_scale, d * scaled)
+        linear(rows, matrix(w.o, d, heads * D, like), scale, threads, added)
         x += added
         rms_norm(x, vector(w.ffn_norm, d), spec.eps, normed)
         gated(
-            normed, matrix(w.gate_up, 2 * ffn, d), matrix(w.down, d, ffn), spec.gelu, threads, hidden, added
-        )
+            normed, matrix(w.gate_up, 2 * ffn, d, like), vector(w.gate_up_scale, 2 * ffn * scaled),
+            matrix(w.down, d, ffn, like), vector(w.down_scale, d * scaled), spec.gelu, threads, hidden, added,
+        )  # fmt: skip
         x += added

@@ -1,12 +1,11 @@
 """A decode step through plain layers by one compiled call, where the user asked for it.
 
 Plain: attention with rotary positions, perhaps with biases, norms of heads or a window, and a gated
-feed-forward, each behind one norm (Llama, Mistral, Qwen2 and 3), in float32 on a CPU. With anything else, a
-hook on a module, or a gradient, the step goes module by module as ever.
+feed-forward, each behind one norm (Llama, Mistral, Qwen2 and 3), on a CPU in float32, matrices in int8
+perhaps. With anything else, a hook on a module, or a gradient, the step goes module by module as ever.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from ..kernels.policy import choice
 from .attention import Attention, HeadNormAttention
 from .blocks import Block
 from .feedforward import ACTIVATIONS, FeedForward
+from .int8 import Int8Matrix
 from .norms import RMSNorm
 
 GELU = {ACTIVATIONS["silu"]: False, ACTIVATIONS["gelu_pytorch_tanh"]: True}
@@ -35,7 +35,10 @@ def through(blocks: nn.ModuleList, x: Tensor, cache: Cache | None, angles: Calla
     # A subclass may have changed how it writes.
     if "room" not in vars(type(cache)) or not (layers := [_weights(block) for block in blocks]):
         return None
-    if not all(layers) or not _numbers([x]) or len({_common(block) for block in blocks}) > 1:
+    if not all(layers) or not _numbers([x]):
+        return None
+    matrix = layers[0][1]
+    if len({_common(block) for block in blocks}) > 1 or any(w[1].dtype != matrix.dtype for w in layers):
         return None
     if (room := cache.room()) is None:
         return None
@@ -46,7 +49,7 @@ def through(blocks: nn.ModuleList, x: Tensor, cache: Cache | None, angles: Calla
         for block, weights, k, v in zip(blocks, layers, room.k, room.v)
     ]
     layers, spec = np.array(addresses, LAYER), np.array(_common(blocks[0]), SPEC)
-    step(rows, layers, spec, cos, sin, *room.layout, table=room.table, before=room.before)
+    step(rows, layers, matrix, spec, cos, sin, *room.layout, table=room.table, before=room.before)
     cache.filled()
     return rows[:, None]
 
@@ -69,23 +72,34 @@ def _weights(block: nn.Module) -> tuple[Tensor | None, ...] | None:
         return None
     if any(type(n) is not RMSNorm for n in norms):
         return None
-    if any(m._forward_hooks or m._forward_pre_hooks for m in (block, attention, ffn, *norms)):
+    matrices = attention.qkv, attention.o, ffn.gate_up, ffn.down
+    codes = [m for m in matrices if isinstance(m, Int8Matrix)]
+    if any(m._forward_hooks or m._forward_pre_hooks for m in (block, attention, ffn, *norms, *codes)):
         return None
-    weights = (
-        block.attention_norm.weight, attention.qkv, attention.qkv_bias, *heads, attention.o,
-        block.ffn_norm.weight, ffn.gate_up, ffn.down,
+    if codes and len(codes) < len(matrices):
+        return None
+    if codes:
+        matrices = tuple(m.codes for m in matrices)
+    (qkv, o, gate_up, down), scales = matrices, [m.scale for m in codes] or [None] * 4
+    vectors = block.attention_norm.weight, attention.qkv_bias, *heads, block.ffn_norm.weight, *scales
+    if not _numbers(list(matrices), torch.int8 if codes else torch.float32):
+        return None
+    if not _numbers([v for v in vectors if v is not None]):
+        return None
+    norm, bias, q_norm, k_norm, ffn_norm, *_ = vectors
+    return (
+        norm, qkv, scales[0], bias, q_norm, k_norm, o, scales[1],
+        ffn_norm, gate_up, scales[2], down, scales[3],
     )  # fmt: skip
-    return weights if _numbers([w for w in weights if w is not None]) else None
 
 
-def _numbers(tensors: list[Any]) -> bool:
-    """Whether these are float32 in one piece on a CPU, and no gradient is asked for."""
+def _numbers(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> bool:
+    """Whether these are of one dtype, in one piece on a CPU, and no gradient is asked for."""
     gradient = torch.is_grad_enabled()
     return all(
-        isinstance(t, Tensor) and t.dtype == torch.float32 and t.is_cpu and t.is_contiguous()
-        and not (gradient and t.requires_grad)
+        t.dtype == dtype and t.is_cpu and t.is_contiguous() and not (gradient and t.requires_grad)
         for t in tensors
-    )  # fmt: skip
+    )
 
 
 def _common(block: Block) -> tuple:

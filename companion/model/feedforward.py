@@ -1,7 +1,6 @@
 """The gated feed-forward, position by position (Shazeer 2020, "GLU variants")."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -10,10 +9,16 @@ from torch import Tensor, nn
 from .products import matrix, product
 from .tensors import Tensors, vector
 
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": gelu_tanh,
 }
 
 

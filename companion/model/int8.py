@@ -9,6 +9,9 @@ benchmarks):
 - packed: torch's own kernel, which multiplies what it has just unpacked in registers. Fast in bfloat16 for
   few rows; in float32 and float16 several times slower than tiles, so not asked there.
 
+- compiled: where `companion.kernels.use` allows, for up to 8 rows in float32. Codes become floats in
+  registers, and int8 saves time as well.
+
 Elsewhere a matrix is turned into floats as a whole for each product: bytes are saved, time is not.
 """
 
@@ -20,6 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Int8
 from torch import Tensor, nn
 
+from ..kernels.cpu_rows import linear, linear_wanted
 from ..quantize import codec
 
 TILE = 2**21  # bytes of floats at once: what a core's near caches hold
@@ -85,6 +89,8 @@ def int8_product(
 ) -> Float[Tensor, "*rows out"]:
     """F.linear(x, codes * scale, bias) in x's dtype; a whole matrix of floats is in memory only off the CPU,
     and where x needs a gradient."""
+    if linear_wanted(x, codes, scale):
+        return linear(x, codes, bias, scale)
     out, width = codes.shape
     rows = x.numel() // width
     if not rows or x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):

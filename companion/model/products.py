@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.cpu_rows import ROWS, linear, linear_wanted
+from ..kernels.cpu_rows import linear, linear_wanted
 from .int8 import Int8Matrix
 
 FEW = 32  # rows; beyond, one product of the library is as fast
@@ -39,7 +39,7 @@ def product(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) 
     rows = x.numel() // width
     if not 0 < rows <= FEW or weight.dtype != torch.float32 or weight.device.type != "cpu":
         return F.linear(x, weight, bias)
-    if rows <= ROWS and weight.is_contiguous() and linear_wanted(x, weight):
+    if linear_wanted(x, weight):
         return linear(x, weight, bias)
     n = pieces(out)
     if n == 1 or not weight.is_contiguous():

@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from companion.kernels import cpu_loops, cpu_rows, linear_on_cpu, use
-from companion.model import products
+from companion.model import int8, products
+from companion.model.int8 import Int8Matrix
 from companion.model.products import matrix, product
 from companion.rope import Rope
 
 plain = inspect.unwrap(linear_on_cpu)  # without the run-time types that the tests add, which speak first
-LEAST = cpu_loops.LEAST_WEIGHTS
+CODES = torch.ones(3, 4, dtype=torch.int8)
+LEAST, NONE = cpu_loops.LEAST_WEIGHTS, cpu_rows.NO_SCALE
 
 
 def random(*shape, seed=0):
@@ -39,6 +41,21 @@ def test_equals_linear_in_float64(monkeypatch, n_threads, out, width):
                 y = linear_on_cpu(x, weight, b)
                 exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
                 assert y.shape == exact.shape and y.is_contiguous() and close(y, exact)
+
+
+@pytest.mark.parametrize("out, width", [(1, 1), (7, 5), (63, 33), (2 * LEAST // 64 + 1, 64)])
+def test_int8_codes_with_a_scale_for_each_output(out, width):
+    weight, bias = random(out, width), random(out, seed=1)
+    matrix = Int8Matrix(weight)
+    exact = matrix.codes.double() * matrix.scale.double()[:, None]
+    for rows in (0, 1, 2, 3, 8, 9):
+        x = random(rows, width, seed=2)
+        for b in (None, bias):
+            y = linear_on_cpu(x, matrix.codes, b, scale=matrix.scale)
+            assert close(y, F.linear(x.double(), exact, None if b is None else b.double()))
+    extremes = torch.tensor([[-128, 127, -1, 0]], dtype=torch.int8)
+    y = linear_on_cpu(torch.eye(4), extremes, scale=torch.tensor([0.5]))
+    assert y[:, 0].tolist() == [-64.0, 63.5, -0.5, 0.0]
 
 
 def test_one_row_alone_and_rows_with_gaps():
@@ -68,6 +85,10 @@ def test_nan_and_infinity_are_told_and_stay_in_their_row():
     ({"weight": torch.randn(4)}, "weight has shape"),
     ({"weight": torch.randn(4, 3).t()}, "weight has shape .* without gaps"),
     ({"bias": torch.randn(4)}, "bias has shape"),
+    ({"scale": torch.randn(3)}, "weight is torch.float32 .* need torch.int8"),
+    ({"weight": CODES}, "weight is torch.int8 .* need torch.float32"),
+    ({"weight": CODES, "scale": torch.ones(4)}, "scale has shape"),
+    ({"weight": CODES, "scale": torch.ones(3).double()}, "scale is torch.float64"),
     ({"bias": torch.randn(3, dtype=torch.float64)}, "bias is torch.float64"),
 ])  # fmt: skip
 def test_bad_input(change, message):
@@ -95,6 +116,26 @@ def test_what_the_model_multiplies_here(monkeypatch):
     with torch.no_grad():
         assert asked("compiled", x[:1].clone().requires_grad_())
     assert not asked("compiled", x[:1], weight.t().contiguous().t())
+
+
+def test_which_int8_products_are_computed_here(monkeypatch):
+    seen = []
+    monkeypatch.setattr(int8, "linear", lambda *given: seen.append(given) or cpu_rows.linear(*given))
+    weight, x = Int8Matrix(random(96, 64)), random(cpu_rows.ROWS + 1, 64)
+
+    def asked(how, x, weight=weight, tolerance=1e-6):
+        seen.clear()
+        with use(how):
+            y = product(x, weight)
+        exact = x.double() @ weight.dense(torch.float64).t()
+        assert (y - exact).norm() <= tolerance * exact.norm()
+        return len(seen)
+
+    assert asked("compiled", x[:1]) == asked("compiled", x[:-1]) == 1
+    assert not asked("compiled", x) and not asked("auto", x[:1]) and not asked("compiled", x[:1].double())
+    assert not asked("compiled", x[:1].bfloat16(), tolerance=1e-2)
+    assert not asked("compiled", x[:1], Int8Matrix(random(96, 64).bfloat16()))  # its scale is bfloat16
+    assert not asked("compiled", x[:1].clone().requires_grad_())
 
 
 @pytest.mark.parametrize("rows, width", [(1, 1), (3, 33), (2, 576)])
@@ -127,7 +168,7 @@ def test_gated(gelu, n_threads):
     gate, up = (x.double() @ gate_up.double().t()).chunk(2, dim=1)
     act = F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
     hidden, y = np.empty((2, 3, width), np.float32), torch.empty(3, K)
-    cpu_loops.gated(x.numpy(), gate_up.numpy(), down.numpy(), gelu, n_threads, hidden, y.numpy())
+    cpu_loops.gated(x.numpy(), gate_up.numpy(), NONE, down.numpy(), NONE, gelu, n_threads, hidden, y.numpy())
     assert close(y, (act * up) @ down.double().t())
 
 
@@ -137,7 +178,15 @@ def test_gates_far_from_zero(gelu):
     gate_up = torch.tensor([[-1e4], [-200.0], [-90.0], [0.0], [90.0], [1e4], *[[1.0]] * 6])
     hidden, y = np.empty((2, 1, 6), np.float32), torch.empty(6, 1).t().contiguous()
     cpu_loops.gated(
-        np.ones((1, 1), np.float32), gate_up.numpy(), np.eye(6, dtype=np.float32), gelu, 1, hidden, y.numpy()
+        np.ones((1, 1), np.float32),
+        gate_up.numpy(),
+        NONE,
+        np.eye(6, dtype=np.float32),
+        NONE,
+        gelu,
+        1,
+        hidden,
+        y.numpy(),
     )
     act = F.gelu if gelu else F.silu
     torch.testing.assert_close(y[0], act(gate_up[:6, 0]), rtol=1e-6, atol=1e-30)

@@ -71,6 +71,18 @@ def test_logits_equal_transformers(taken, name, kind):
     assert all(cache.row_lengths(layer) == [S] * batch for layer in range(decoder.spec.layers))
 
 
+@pytest.mark.parametrize("name", PLAIN)
+@torch.inference_mode()
+def test_int8_weights_equal_the_same_weights_in_float64(taken, name):
+    architecture, changes = PLAIN[name]
+    coded = quantize_weights(from_transformers(tiny(architecture, **changes)))
+    x, cache = ids(3, S), cache_of("contiguous", coded.spec, 3)
+    got = torch.cat([coded(x[:, :FIRST], cache), by_token(coded, x[:, FIRST:], cache)], dim=1)
+    want = coded.double()(x)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE)
+    assert taken == [3] * (S - FIRST)
+
+
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
 @pytest.mark.parametrize("kind", ["contiguous", "paged 4"])
 @torch.inference_mode()
@@ -205,7 +217,17 @@ def test_what_keeps_a_step_with_the_modules(taken):
         assert asked(x[:1, :1]) == 1
     decoder.blocks[1].ffn.down.requires_grad_(False)
     assert asked(x[:1, :1]) == 1
-    assert not asked(x[:1, :1], model=quantize_weights(decoder))
+    decoder = quantize_weights(decoder)
+    codes = decoder.blocks[1].ffn.down
+    assert asked(x[:1, :1], model=decoder) == 1
+    hook = codes.register_forward_pre_hook(lambda *given: None)
+    assert not asked(x[:1, :1], model=decoder)
+    hook.remove()
+    codes.scale.data = codes.scale.data.bfloat16()
+    assert not asked(x[:1, :1], model=decoder)
+    del decoder.blocks[1].ffn.down
+    decoder.blocks[1].ffn.down = torch.nn.Parameter(codes.dense(torch.float32), requires_grad=False)
+    assert not asked(x[:1, :1], model=decoder)  # one matrix in floats among codes
 
 
 @torch.inference_mode()
