@@ -6,6 +6,7 @@ perhaps. With anything else, a hook on a module, or a gradient, the step goes mo
 """
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from .int8 import Int8Matrix
 from .norms import RMSNorm
 
 GELU = {ACTIVATIONS["silu"]: False, ACTIVATIONS["gelu_pytorch_tanh"]: True}
+_known: WeakKeyDictionary[nn.ModuleList, "Layers"] = WeakKeyDictionary()
 
 
 def through(blocks: nn.ModuleList, x: Tensor, cache: Cache | None, angles: Callable) -> Tensor | None:
@@ -33,25 +35,71 @@ def through(blocks: nn.ModuleList, x: Tensor, cache: Cache | None, angles: Calla
     if choice() != "compiled" or len(x) > ROWS or cache is None or cache.dtype != torch.float32:
         return None
     # A subclass may have changed how it writes.
-    if "room" not in vars(type(cache)) or not (layers := [_weights(block) for block in blocks]):
+    if "room" not in vars(type(cache)) or not _numbers([x]) or (layers := _layers(blocks)) is None:
         return None
-    if not all(layers) or not _numbers([x]):
-        return None
-    matrix = layers[0][1]
-    if len({_common(block) for block in blocks}) > 1 or any(w[1].dtype != matrix.dtype for w in layers):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *layers.tensors)):
         return None
     if (room := cache.room()) is None:
         return None
-    cos, sin = angles(room.before)
+    table = layers.table.copy()
+    table["k"], table["v"] = ([store.data_ptr() for store in stores] for stores in (room.k, room.v))
     rows = x[:, 0].clone()
-    addresses = [
-        (*(0 if w is None else w.data_ptr() for w in (*weights, k, v)), block.attention.window or 0)
-        for block, weights, k, v in zip(blocks, layers, room.k, room.v)
-    ]
-    layers, spec = np.array(addresses, LAYER), np.array(_common(blocks[0]), SPEC)
-    step(rows, layers, matrix, spec, cos, sin, *room.layout, table=room.table, before=room.before)
+    step(rows, table, layers.matrix, layers.spec, *angles(room.before), *room.layout, room.table, room.before)
     cache.filled()
     return rows[:, None]
+
+
+def _layers(blocks: nn.ModuleList) -> "Layers | None":
+    """What is known of the blocks, taken anew if anything about them has changed; None if not plain."""
+    found = _known.get(blocks)
+    if found is not None and found.seen == found.look():
+        return found
+    _known.pop(blocks, None)
+    weights = []
+    for block in blocks:
+        if (own := _weights(block)) is None:
+            return None
+        weights.append(own)
+    if not weights:
+        return None
+    found = Layers(blocks, weights)
+    if len(set(found.seen[1])) > 1 or len({w[1].dtype for w in weights}) > 1:
+        return None
+    _known[blocks] = found
+    return found
+
+
+class Layers:
+    """Plain layers as a compiled step wants them: looking at every module anew would take a tenth of a step.
+
+    `table` (L,) of LAYER, `spec` of SPEC, `matrix` one of the matrices, `tensors` all of them.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, weights: list[tuple[Tensor | None, ...]]):
+        self.modules = list(blocks.modules())
+        self.parts = [(b.attention, b.ffn, b.attention_norm, b.ffn_norm) for b in blocks]
+        self.tensors = [t for own in weights for t in own if t is not None]
+        self.matrix = weights[0][1]
+        self.seen = self.look()
+        addresses = [
+            (*(0 if t is None else t.data_ptr() for t in own), 0, 0, attention.window or 0)
+            for own, (attention, *_) in zip(weights, self.parts)
+        ]
+        self.table = np.array(addresses, LAYER)
+        self.spec = np.array(self.seen[1][0], SPEC)
+
+    def look(self) -> tuple[list, ...]:
+        """What must not have changed: modules, parameters and hooks, numbers, and the tensors' memory."""
+        return (
+            [
+                (*map(id, m._modules.values()), *map(id, m._parameters.values()), len(m._forward_hooks))
+                + (len(m._forward_pre_hooks),)
+                for m in self.modules
+            ],
+            [_common(*parts) for parts in self.parts],
+            [(attention.window, *attention.scoring.items()) for attention, *_ in self.parts],
+            [(t.data_ptr(), t.dtype) for t in self.tensors],
+        )
 
 
 def _weights(block: nn.Module) -> tuple[Tensor | None, ...] | None:
@@ -94,17 +142,14 @@ def _weights(block: nn.Module) -> tuple[Tensor | None, ...] | None:
 
 
 def _numbers(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> bool:
-    """Whether these are of one dtype, in one piece on a CPU, and no gradient is asked for."""
-    gradient = torch.is_grad_enabled()
-    return all(
-        t.dtype == dtype and t.is_cpu and t.is_contiguous() and not (gradient and t.requires_grad)
-        for t in tensors
-    )
+    """Whether these are of one dtype, in one piece, on a CPU."""
+    return all(t.dtype == dtype and t.is_cpu and t.is_contiguous() for t in tensors)
 
 
-def _common(block: Block) -> tuple:
-    """What all layers of a step share, in the order of SPEC."""
-    attention, ffn, norm = block.attention, block.ffn, block.attention_norm
+def _common(attention: Attention, ffn: FeedForward, norm: RMSNorm, other: RMSNorm) -> tuple:
+    """What all layers of a step share, in the order of SPEC; nothing if they couldn't."""
+    if norm.eps != other.eps:
+        return ()
     scale = attention.scoring.get("softmax_scale", attention.head_dim**-0.5)
     shape = attention.heads, attention.kv_heads, attention.head_dim, ffn.down.shape[1]
-    return *shape, GELU[ffn.act], norm.eps, scale * LOG2E
+    return *shape, GELU.get(ffn.act), norm.eps, scale * LOG2E

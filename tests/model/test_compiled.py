@@ -250,6 +250,15 @@ def test_weights_that_change_are_read_anew(taken):
     results.append(both())
     decoder.to(torch.bfloat16).to(torch.float32)
     results.append(both())
+    decoder.blocks[2].attention.scoring["softmax_scale"] = 0.7
+    results.append(both())
+    assert len(taken) == 8  # one layer has another scale now
+    decoder.blocks[2].attention.scoring = {}
+    decoder.blocks[2].ffn.act = torch.nn.functional.relu
+    results.append(both())
+    decoder.blocks[2].ffn.act = decoder.blocks[1].ffn.act
+    decoder.blocks[1].attention.scoring["softcap"] = 0.5
+    results.append(both())
     assert len(taken) == 8
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(results, results[1:]))
 
