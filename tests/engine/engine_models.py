@@ -10,6 +10,14 @@ from companion.model import Decoder
 
 V = 13
 OPTIONS = {"temperature": 1.3, "top_k": 6}
+PROMPTS = [
+    (1,),
+    (1, 2, 3),
+    (1, 2, 3, 4, 5, 6),
+    (1, 2, 3, 4, 5, 6, 7, 8, 9),
+    (5, 5, 5, 5, 5),
+    (1, 2, 3, 4, 9, 9, 1),
+]
 
 
 def tiny_decoder(window=None, max_context=64, seed=0, dtype=torch.float64):

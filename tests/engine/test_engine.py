@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_models import MODEL, OPTIONS, WINDOWED, Faulty, Letters, alone, tiny_decoder
+from engine_models import MODEL, OPTIONS, PROMPTS, WINDOWED, Faulty, Letters, alone, tiny_decoder
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,15 +12,6 @@ from companion.engine import Engine, Request
 from companion.engine.packed import PackedStep, Span
 from companion.generate import Sampler
 from companion.paging import blocks_needed
-
-PROMPTS = [
-    (1,),
-    (1, 2, 3),
-    (1, 2, 3, 4, 5, 6),
-    (1, 2, 3, 4, 5, 6, 7, 8, 9),
-    (5, 5, 5, 5, 5),
-    (1, 2, 3, 4, 9, 9, 1),
-]
 
 
 def same(completion, expected):

@@ -4,21 +4,12 @@ import itertools
 
 import pytest
 import torch
-from engine_models import OPTIONS, alone, tiny_decoder
+from engine_models import OPTIONS, PROMPTS, alone, tiny_decoder
 
 from companion.engine import Engine, Request
 from companion.generate import Sampler
 from companion.kernels import cpu_rows, use
 from companion.model import compiled
-
-PROMPTS = [
-    (1,),
-    (1, 2, 3),
-    (1, 2, 3, 4, 5, 6),
-    (1, 2, 3, 4, 5, 6, 7, 8, 9),
-    (5, 5, 5, 5, 5),
-    (1, 2, 3, 4, 9, 9, 1),
-]
 
 
 @pytest.mark.parametrize("ways", [["compiled"], ["compiled", "auto"]], ids=["always", "in turns"])

@@ -302,21 +302,6 @@ def test_without_numba_it_is_refused_where_it_is_asked_for(monkeypatch):
             cache.cache_clear()
 
 
-def test_the_real_model_writes_the_same(calls):
-    """Greedy tokens of SmolLM2 through contiguous and paged caches: torch's and these."""
-    from companion.generate import generate
-    from companion.model import load
-
-    model, tokenizer = load("smollm2-135m")
-    ids = tokenizer.encode("A printing press applies pressure to an inked surface, and " * 3)
-    written = []
-    for kind, how in (("contiguous", "never"), ("contiguous", "compiled"), ("paged", "compiled")):
-        with use(how):
-            written.append(generate(model, ids, max_new_tokens=12, cache=kind).tokens)
-    # Steps go through all layers by one call, which attends by itself (`test_compiled.py`).
-    assert written[0] == written[1] == written[2] and not calls
-
-
 def test_loops_on_disk_are_those_of_these_files(tmp_path):
     """Numba would go on with a caller whose callee, in another file, has changed."""
     folder = Path(cpu_numba.__file__).parent
