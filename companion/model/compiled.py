@@ -32,7 +32,9 @@ def through(blocks: nn.ModuleList, x: Tensor, cache: Cache | None, angles: Calla
     angles: what makes cos and sin of the rows' positions. Raises ValueError, changing nothing, for a cache
     that is full.
     """
-    if choice() != "compiled" or len(x) > ROWS or cache is None or cache.dtype != torch.float32:
+    if choice() != "compiled" or len(x) > ROWS or cache is None:
+        return None
+    if cache.dtype != torch.float32 or cache.device.type != "cpu":
         return None
     # A subclass may have changed how it writes.
     if "room" not in vars(type(cache)) or not _numbers([x]) or (layers := _layers(blocks)) is None:

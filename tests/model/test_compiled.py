@@ -206,6 +206,9 @@ def test_what_keeps_a_step_with_the_modules(taken):
         assert not asked(x[:1, :1], make_cache(kind, spec, max_tokens=4, **options))
     with use("compiled"):
         assert decoder(x[:1, :1]).isfinite().all()  # no cache
+    elsewhere = make_cache("contiguous", spec, max_tokens=4, device="meta")  # without memory
+    with pytest.raises(Exception, match="meta|device"):
+        asked(x[:1, :1], elsewhere)
     for module in (decoder.blocks[1], decoder.blocks[1].attention, decoder.blocks[2].ffn_norm):
         heard = []
         hook = module.register_forward_hook(lambda *given, heard=heard: heard.append(1))
