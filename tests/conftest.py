@@ -21,3 +21,20 @@ def smollm2():
     from companion.model import load
 
     return load("smollm2-135m")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Rows of every decode step that went the compiled way; its attention in parts of one tile."""
+    from companion.kernels import cpu_rows
+    from companion.model import compiled
+
+    seen = []
+
+    def counted(x, *args, **kwargs):
+        seen.append(len(x))
+        return cpu_rows.step(x, *args, **kwargs)
+
+    monkeypatch.setattr(compiled, "step", counted)
+    monkeypatch.setattr(cpu_rows, "LEAST_TILES", 1)
+    return seen

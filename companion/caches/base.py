@@ -221,6 +221,11 @@ class Cache(ABC):
         self._rows[layer] = [b + n for b, n in zip(before, new)]
         self._fresh[layer] = new
 
+    def _even(self) -> list[int] | None:
+        """Tokens stored per row where every layer has the same and another will fit; None amid a step."""
+        before, _ = self._plan(0, 1, None)
+        return before if all(rows == before for rows in self._rows) else None
+
     def filled(self) -> None:
         """Count the token of every row and layer for which `room` was taken."""
         for layer, rows in enumerate(self._rows):

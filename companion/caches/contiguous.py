@@ -48,8 +48,7 @@ class ContiguousCache(Cache):
         )
 
     def room(self):
-        before, _ = self._plan(0, 1, None)
-        if any(rows != before for rows in self._rows):  # amid a step
+        if (before := self._even()) is None:
             return None
         layout = self._k[0].transpose(1, 2), self._v[0].transpose(1, 2)
         return Room(self._k, self._v, layout, None, before)

@@ -176,10 +176,9 @@ class PagedCache(Cache):
         return attend(q, *self._gathered(layer, self._workspace()), **options) if found is None else found
 
     def room(self):
-        before, new = self._plan(0, 1, None)
-        if any(rows != before for rows in self._rows):  # amid a step
+        if (before := self._even()) is None:
             return None
-        self.storage.copy(self._tables.reserve([b + n for b, n in zip(before, new)]))
+        self.storage.copy(self._tables.reserve([n + 1 for n in before]))
         store = self.storage
         return Room(store.k, store.v, store.pages(0), self._tables.tensor(), before)
 

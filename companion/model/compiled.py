@@ -5,7 +5,7 @@ feed-forward, each behind one norm (Llama, Mistral, Qwen2 and 3), on a CPU in fl
 perhaps. With anything else, a hook on a module, or a gradient, the step goes module by module as ever.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,11 +26,11 @@ GELU = {ACTIVATIONS["silu"]: False, ACTIVATIONS["gelu_pytorch_tanh"]: True}
 _known: WeakKeyDictionary[nn.ModuleList, "Layers"] = WeakKeyDictionary()
 
 
-def through(blocks: nn.ModuleList, x: Tensor, cache: Cache | None, angles: Callable) -> Tensor | None:
+def through(blocks: nn.ModuleList, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor | None:
     """x (B, 1, d) through the blocks, the cache filled; None, with nothing done, where modules must do it.
 
-    angles: what makes cos and sin of the rows' positions. Raises ValueError, changing nothing, for a cache
-    that is full.
+    cos, sin: of the rows' positions, (B, 1, half), or (1, half) for all. Raises ValueError, changing nothing,
+    for a cache that is full.
     """
     if choice() != "compiled" or len(x) > ROWS or cache is None:
         return None
@@ -45,8 +45,8 @@ def through(blocks: nn.ModuleList, x: Tensor, cache: Cache | None, angles: Calla
         return None
     table = layers.table.copy()
     table["k"], table["v"] = ([store.data_ptr() for store in stores] for stores in (room.k, room.v))
-    rows = x[:, 0].clone()
-    step(rows, table, layers.matrix, layers.spec, *angles(room.before), *room.layout, room.table, room.before)
+    rows, angles = x[:, 0].clone(), (t.view(-1, t.shape[-1]) for t in (cos, sin))
+    step(rows, table, layers.matrix, layers.spec, *angles, *room.layout, room.table, room.before)
     cache.filled()
     return rows[:, None]
 
@@ -62,96 +62,92 @@ def _layers(blocks: nn.ModuleList) -> "Layers | None":
         if (own := _weights(block)) is None:
             return None
         weights.append(own)
-    if not weights:
+    if len({(own["qkv"].dtype, *_common(*_parts(block))) for block, own in zip(blocks, weights)}) != 1:
         return None
-    found = Layers(blocks, weights)
-    if len(set(found.seen[1])) > 1 or len({w[1].dtype for w in weights}) > 1:
-        return None
-    _known[blocks] = found
+    found = _known[blocks] = Layers(blocks, weights)
     return found
 
 
 class Layers:
     """Plain layers as a compiled step wants them: looking at every module anew would take a tenth of a step.
 
-    `table` (L,) of LAYER, `spec` of SPEC, `matrix` one of the matrices, `tensors` all of them.
+    weights: of each block, by the names of LAYER. `table` (L,) of LAYER, `spec` of SPEC, `matrix` one of the
+    matrices, `tensors` all of them.
     """
 
-    def __init__(self, blocks: nn.ModuleList, weights: list[tuple[Tensor | None, ...]]):
+    def __init__(self, blocks: nn.ModuleList, weights: list[dict[str, Tensor]]):
         self.modules = list(blocks.modules())
-        self.parts = [(b.attention, b.ffn, b.attention_norm, b.ffn_norm) for b in blocks]
-        self.tensors = [t for own in weights for t in own if t is not None]
-        self.matrix = weights[0][1]
+        self.parts = [_parts(block) for block in blocks]
+        self.tensors = [t for own in weights for t in own.values()]
+        self.matrix = weights[0]["qkv"]
+        self.table, self.spec = np.zeros(len(blocks), LAYER), np.array(_common(*self.parts[0]), SPEC)
+        for row, own, (attention, *_) in zip(self.table, weights, self.parts):
+            row["window"] = attention.window or 0
+            for name, t in own.items():
+                row[name] = t.data_ptr()
         self.seen = self.look()
-        addresses = [
-            (*(0 if t is None else t.data_ptr() for t in own), 0, 0, attention.window or 0)
-            for own, (attention, *_) in zip(weights, self.parts)
-        ]
-        self.table = np.array(addresses, LAYER)
-        self.spec = np.array(self.seen[1][0], SPEC)
 
     def look(self) -> tuple[list, ...]:
         """What must not have changed: modules, parameters and hooks, numbers, and the tensors' memory."""
         return (
             [
-                (*map(id, m._modules.values()), *map(id, m._parameters.values()), len(m._forward_hooks))
-                + (len(m._forward_pre_hooks),)
+                (
+                    *map(id, m._modules.values()),
+                    *map(id, m._parameters.values()),
+                    len(m._forward_hooks),
+                    len(m._forward_pre_hooks),
+                )
                 for m in self.modules
             ],
-            [_common(*parts) for parts in self.parts],
-            [(attention.window, *attention.scoring.items()) for attention, *_ in self.parts],
+            [m.eps for m in self.modules if isinstance(m, RMSNorm)],
+            [(_common(*parts), parts[0].window, *parts[0].scoring.items()) for parts in self.parts],
             [(t.data_ptr(), t.dtype) for t in self.tensors],
         )
 
 
-def _weights(block: nn.Module) -> tuple[Tensor | None, ...] | None:
-    """A plain layer's weights in the order of LAYER, or None."""
+def _weights(block: nn.Module) -> dict[str, Tensor] | None:
+    """What a plain layer has of LAYER's weights, or None if it isn't plain."""
     if type(block) is not Block:
         return None
     attention, ffn = block.attention, block.ffn
-    norms = [block.attention_norm, block.ffn_norm]
     if type(attention) not in (Attention, HeadNormAttention) or type(ffn) is not FeedForward:
         return None
-    heads = [None, None]
-    if type(attention) is HeadNormAttention:
-        norms += [attention.q_norm, attention.k_norm]
-        heads = [attention.q_norm.weight, attention.k_norm.weight]
     if attention.sinks is not None or "softcap" in attention.scoring or ffn.act not in GELU:
         return None
     if attention.o_bias is not None or ffn.gate_up_bias is not None or ffn.down_bias is not None:
         return None
-    if any(type(n) is not RMSNorm for n in norms):
+    norms = {"attention_norm": block.attention_norm, "ffn_norm": block.ffn_norm}
+    if type(attention) is HeadNormAttention:
+        norms |= {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
+    if any(type(n) is not RMSNorm or n.eps != block.attention_norm.eps for n in norms.values()):
         return None
-    matrices = attention.qkv, attention.o, ffn.gate_up, ffn.down
-    codes = [m for m in matrices if isinstance(m, Int8Matrix)]
-    if any(m._forward_hooks or m._forward_pre_hooks for m in (block, attention, ffn, *norms, *codes)):
+    if any(m._forward_hooks or m._forward_pre_hooks for m in block.modules()):
         return None
-    if codes and len(codes) < len(matrices):
+    matrices = {"qkv": attention.qkv, "o": attention.o, "gate_up": ffn.gate_up, "down": ffn.down}
+    vectors = {name: n.weight for name, n in norms.items()}
+    if attention.qkv_bias is not None:
+        vectors["qkv_bias"] = attention.qkv_bias
+    dtype = torch.float32
+    if all(isinstance(m, Int8Matrix) for m in matrices.values()):
+        dtype = torch.int8
+        vectors |= {f"{name}_scale": m.scale for name, m in matrices.items()}
+        matrices = {name: m.codes for name, m in matrices.items()}
+    if any(isinstance(m, Int8Matrix) for m in matrices.values()):  # some, and not all
         return None
-    if codes:
-        matrices = tuple(m.codes for m in matrices)
-    (qkv, o, gate_up, down), scales = matrices, [m.scale for m in codes] or [None] * 4
-    vectors = block.attention_norm.weight, attention.qkv_bias, *heads, block.ffn_norm.weight, *scales
-    if not _numbers(list(matrices), torch.int8 if codes else torch.float32):
-        return None
-    if not _numbers([v for v in vectors if v is not None]):
-        return None
-    norm, bias, q_norm, k_norm, ffn_norm, *_ = vectors
-    return (
-        norm, qkv, scales[0], bias, q_norm, k_norm, o, scales[1],
-        ffn_norm, gate_up, scales[2], down, scales[3],
-    )  # fmt: skip
+    return matrices | vectors if _numbers(matrices.values(), dtype) and _numbers(vectors.values()) else None
 
 
-def _numbers(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> bool:
+def _numbers(tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> bool:
     """Whether these are of one dtype, in one piece, on a CPU."""
     return all(t.dtype == dtype and t.is_cpu and t.is_contiguous() for t in tensors)
 
 
-def _common(attention: Attention, ffn: FeedForward, norm: RMSNorm, other: RMSNorm) -> tuple:
-    """What all layers of a step share, in the order of SPEC; nothing if they couldn't."""
-    if norm.eps != other.eps:
-        return ()
+def _parts(block: Block) -> tuple[Attention, FeedForward, RMSNorm]:
+    return block.attention, block.ffn, block.attention_norm
+
+
+def _common(attention: Attention, ffn: FeedForward, norm: RMSNorm) -> tuple:
+    """What all layers of a step share, in the order of SPEC."""
     scale = attention.scoring.get("softmax_scale", attention.head_dim**-0.5)
     shape = attention.heads, attention.kv_heads, attention.head_dim, ffn.down.shape[1]
     return *shape, GELU.get(ffn.act), norm.eps, scale * LOG2E

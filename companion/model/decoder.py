@@ -127,21 +127,17 @@ class Decoder(nn.Module):
         rows = self._rows(B, S, lengths)
         if cache is not None:
             self._check_cache(cache, B)
-        if S == 1 and rows is None and self.local_rope is None and not self.rope.interleaved:
-            if (found := compiled.through(self.blocks, x, cache, self._angles_at)) is not None:
-                return found
         starts = [0] * B if cache is None else cache.row_lengths()
         positions = _positions(starts, S, x.device)
         full = local = (self.rope, *self.angles(positions))
         if self.local_rope is not None:
             local = (self.local_rope, *self.angles(positions, self.local_rope))
+        elif S == 1 and rows is None and not self.rope.interleaved:
+            if (found := compiled.through(self.blocks, x, *full[1:], cache)) is not None:
+                return found
         for layer, kind in zip(self.blocks, self.spec.layer_types):
             x = layer(x, *(local if kind == "sliding" else full), cache, rows)
         return x
-
-    def _angles_at(self, starts: list[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin of one token per row, each (B, half), or (1, half) where all rows start alike."""
-        return tuple(t.view(-1, t.shape[-1]) for t in self.angles(_positions(starts, 1, self.device)))
 
     def _check_cache(self, cache: Cache, B: int) -> None:
         """Here rather than in some later layer, when the first ones have been written."""

@@ -7,8 +7,7 @@ benchmarks):
 - tiles: as many rows of codes as fit the near caches are turned into floats there and multiplied, then the
   next. In float32 that takes as long as reading the floats would have, or a fifth longer;
 - packed: torch's own kernel, which multiplies what it has just unpacked in registers. Fast in bfloat16 for
-  few rows; in float32 and float16 several times slower than tiles, so not asked there.
-
+  few rows; in float32 and float16 several times slower than tiles, so not asked there;
 - compiled: where `companion.kernels.use` allows, for up to 8 rows in float32. Codes become floats in
   registers, and int8 saves time as well.
 
