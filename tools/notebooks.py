@@ -2,6 +2,7 @@
 
     python -m tools.notebooks make [NAME ...]      convert, execute, check the outputs, write
     python -m tools.notebooks convert [NAME ...]   convert only: stored outputs stay (for a change of prose)
+    python -m tools.notebooks carry [NAME ...]     convert where only names changed: outputs stay, cell by cell
     python -m tools.notebooks check [NAME ...]     what `make test` asks of every chapter
 
 NAME is a chapter such as 04_kv_cache; without one, all of them. A notebook is written only after every cell
@@ -95,6 +96,23 @@ def convert(md: Path):
     for cell in notebook.cells:
         if cell.get("id") not in known:
             cell.pop("id", None)  # jupytext gives a new cell a random one
+    return normalise(notebook)
+
+
+def carry(md: Path):
+    """The notebook of a source whose cells print what they printed: all outputs stay, in the cells' order.
+
+    For renamed modules and functions. Whether it is true is for the comparison (`make outputs`) to say.
+    """
+    notebook, stored = read_source(md), nbformat.read(md.with_suffix(".ipynb"), as_version=4)
+    kinds = [[c.cell_type for c in n.cells] for n in (notebook, stored)]
+    if kinds[0] != kinds[1]:
+        raise Problem(f"{md.stem}: cells were added or removed; use make")
+    for cell, old in zip(notebook.cells, stored.cells):
+        cell.id = old.id
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = old.outputs, old.execution_count
+    notebook.metadata["companion"] = {"source_sha256": source_hash(notebook)}
     return normalise(notebook)
 
 
@@ -206,7 +224,7 @@ def write(notebook, path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tools.notebooks", description=__doc__, formatter_class=as_written)
-    parser.add_argument("command", choices=["make", "convert", "check"])
+    parser.add_argument("command", choices=["make", "convert", "carry", "check"])
     parser.add_argument("names", nargs="*", metavar="NAME")
     args = parser.parse_args(argv)
     failed = 0
@@ -225,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
             failed += bool(problems)
             continue
         try:
-            notebook = convert(md)
+            notebook = carry(md) if args.command == "carry" else convert(md)
             if args.command == "make":
                 notebook = execute(notebook, name)
             took = time.monotonic() - start
