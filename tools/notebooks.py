@@ -2,7 +2,7 @@
 
     python -m tools.notebooks make [NAME ...]      convert, execute, check the outputs, write
     python -m tools.notebooks convert [NAME ...]   convert only: stored outputs stay (for a change of prose)
-    python -m tools.notebooks carry [NAME ...]     convert where only names changed: outputs stay, cell by cell
+    python -m tools.notebooks carry [NAME ...]     convert where only names changed: all outputs stay
     python -m tools.notebooks check [NAME ...]     what `make test` asks of every chapter
 
 NAME is a chapter such as 04_kv_cache; without one, all of them. A notebook is written only after every cell
