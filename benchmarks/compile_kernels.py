@@ -2,7 +2,7 @@
 
     python -m benchmarks.compile_kernels [--out FILE]
 
-No GPU is needed: Triton compiles for devices that are not here (companion.kernels.compile). Takes minutes.
+No GPU is needed: Triton compiles for devices that are not here (companion.kernels.aot). Takes minutes.
 The chapters read the table, and tests/kernels/test_compile.py compiles a part of it again. Ends with code 1,
 and writes nothing, where a kernel is not as expected.
 """
@@ -14,15 +14,15 @@ import platform
 import sys
 from pathlib import Path
 
-from companion.kernels.command import _show
-from companion.kernels.compile import STORED, compile_all
+from companion.kernels.aot import STORED, compile_all
+from companion.kernels.bench import show
 
 
 def main() -> int:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--out", type=Path, default=STORED)
     args = parse.parse_args()
-    reports = compile_all(on_row=_show)
+    reports = compile_all(on_row=show)
     wrong = [r for r in reports if r.problems]
     if wrong:
         print(f"{len(wrong)} of {len(reports)} are not as expected; nothing written", file=sys.stderr)

@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--json", action="store_true", help="print one JSON object when done")
     text.set_defaults(run=_generate)
 
-    from .kernels import command as kernels
+    from .kernels import bench as kernels
 
     bench = commands.add_parser("bench", help="Triton kernels: compiled for any GPU, or timed on this one")
     kernels.add_arguments(bench)

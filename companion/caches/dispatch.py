@@ -106,7 +106,7 @@ def write(k, v, k_cache, v_cache, *, slots=None, before=None, counts=None) -> bo
     """
     if not wanted(k, v, k_cache, v_cache):
         return False
-    from ..kernels import append
+    from ..kernels.append import append
 
     if slots is not None:
         if not isinstance(slots, Tensor):

@@ -1,60 +1,62 @@
-"""Triton kernels for decoding and for mixtures of experts, each beside its twin in torch; and two for CPUs.
+"""Kernels for decoding and for mixtures of experts, each beside its reference in torch; two of them for CPUs.
+
+    decode   attention of the newest tokens over a cache
+    append   new keys and values into a cache
+    moe      products grouped by expert
+    copy     the ceiling: bytes moved and nothing else
+    cpu      decode attention and products, compiled by Numba
+    aot      kernels compiled for devices that are not here
+    bench    kernels checked and timed on the device that is
 
     import torch
     from companion.kernels import decode_attention, interpret
     interpret(unless_gpu=True)      # before anything imports Triton; on a CPU kernels run in its interpreter
     out = decode_attention(q, k_cache, v_cache, cache_seqlens)
 
-Importing this package does not import Triton; using a kernel does.
+A folder has its call in `__init__.py`, what Triton compiles in `kernel.py`, the same in torch in
+`reference.py`, and launches written down for the offline compiler in `cases.py`. Importing this package does
+not import Triton; using a kernel does. `append` and `copy` are functions of the folders of their names.
 """
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .append import append
-    from .bench_gpu import bench_gpu
-    from .compile import compile_report
-    from .copy import copy
+    from .aot import compile_report
+    from .bench.gpu import bench_gpu
     from .cpu import decode_on_cpu
-    from .cpu_rows import linear_on_cpu
+    from .cpu.rows import linear_on_cpu
     from .decode import attend_with_tail, decode_attention, merge_splits
-    from .fused_moe import fused_moe
-    from .gemm import grouped_gemm
+    from .decode.reference import decode_reference
     from .mode import interpret, interpreted, triton_for
+    from .moe import fused_moe
+    from .moe.gemm import grouped_gemm
     from .policy import use
-    from .twin import decode_twin
 
-_EXPORTS = {
+_HOMES = {
+    "attend_with_tail": "decode",
+    "bench_gpu": "bench.gpu",
+    "compile_report": "aot",
+    "decode_attention": "decode",
+    "decode_on_cpu": "cpu",
+    "decode_reference": "decode.reference",
+    "fused_moe": "moe",
+    "grouped_gemm": "moe.gemm",
     "interpret": "mode",
     "interpreted": "mode",
-    "triton_for": "mode",
-    "decode_attention": "decode",
-    "attend_with_tail": "decode",
+    "linear_on_cpu": "cpu.rows",
     "merge_splits": "decode",
-    "decode_on_cpu": "cpu",
-    "linear_on_cpu": "cpu_rows",
-    "decode_twin": "twin",
-    "grouped_gemm": "gemm",
-    "fused_moe": "fused_moe",
-    "append": "append",
-    "copy": "copy",
-    "compile_report": "compile",
-    "bench_gpu": "bench_gpu",
+    "triton_for": "mode",
     "use": "policy",
 }
 
 __all__ = [
-    "append",
     "attend_with_tail",
     "bench_gpu",
     "compile_report",
-    "copy",
     "decode_attention",
     "decode_on_cpu",
-    "decode_twin",
+    "decode_reference",
     "fused_moe",
     "grouped_gemm",
     "interpret",
@@ -66,23 +68,13 @@ __all__ = [
 ]
 
 
-class _Room(types.ModuleType):
-    """A package in which the function `append` stays a function after the file of that name was imported."""
-
-    def __setattr__(self, name, value):
-        if not (name in _EXPORTS and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-    def __dir__(self):
-        return sorted(__all__)
-
-
 def __getattr__(name: str):
-    if name not in _EXPORTS:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 
 
-sys.modules[__name__].__class__ = _Room
+def __dir__():
+    return __all__

@@ -14,7 +14,7 @@ import sys
 import torch
 from torch import Tensor
 
-from ..cost.splits import PER_CORE
+from .decode.splits import PER_CORE
 
 VARIABLE = "TRITON_INTERPRET"
 _HOW = "call companion.kernels.interpret() at the start of the program, or set TRITON_INTERPRET=1"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..caches.base import Cache
 from ..kernels.cpu import LOG2E
-from ..kernels.cpu_rows import LAYER, ROWS, SPEC, step
+from ..kernels.cpu.rows import LAYER, ROWS, SPEC, step
 from ..kernels.policy import choice
 from .attention import Attention, HeadNormAttention
 from .blocks import Block

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Int8
 from torch import Tensor, nn
 
-from ..kernels.cpu_rows import linear, linear_wanted
+from ..kernels.cpu.rows import linear, linear_wanted
 from ..quantize import codec
 
 TILE = 2**21  # bytes of floats at once: what a core's near caches hold

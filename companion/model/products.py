@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.cpu_rows import linear, linear_wanted
+from ..kernels.cpu.rows import linear, linear_wanted
 from .int8 import Int8Matrix
 
 FEW = 32  # rows; beyond, one product of the library is as fast

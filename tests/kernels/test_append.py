@@ -1,7 +1,7 @@
 """Cache writes: the codecs' own bytes, in the right slot and nowhere else.
 
 The oracle is `companion.quantize` (and torch's casts for fp8), applied outside of any cache; places are
-worked out here by hand. The twin is held against the same.
+worked out here by hand. The reference is held against the same.
 """
 
 import jaxtyping
@@ -10,8 +10,8 @@ import torch
 
 from companion.caches import make_cache
 from companion.cost import models
-from companion.kernels import append
-from companion.kernels.append import append_twin, slots_of
+from companion.kernels.append import append
+from companion.kernels.append.reference import append_reference, slots_of
 from companion.quantize import codec
 
 # The interpreter is NumPy, which warns where a GPU does not: NaN divided, a cast that overflows to infinity.
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encount
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 INTEGERS = [("int8", False), ("int8", True), ("int4", False), ("int4", True)]  # with a zero?
-both = pytest.mark.parametrize("write", [append, append_twin])
+both = pytest.mark.parametrize("write", [append, append_reference])
 
 
 def same(a, b):
@@ -315,7 +315,7 @@ def test_heads_may_lie_before_tokens(kv_format, zero):
     views = [turned(f) for f in plain]
     where = dict(cache_seqlens=torch.tensor([20, 21, 24, 22]))
     put(append, k, v, *views, kv_format, **where)
-    put(append_twin, k, v, *plain, kv_format, **where)
+    put(append_reference, k, v, *plain, kv_format, **where)
     for a, b in zip(plain, views):
         assert all(x is None or torch.equal(x, y) for x, y in zip(a, b)) and not b[0].is_contiguous()
 

@@ -5,7 +5,6 @@ No time is measured here. A clock that stands in for one counts its calls.
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 import json
 import math
@@ -14,20 +13,17 @@ import pytest
 import torch
 
 from companion.attention import sdpa
-from companion.kernels import (
-    bench_baselines,
-    bench_cases,
-    bench_checks,
-    bench_data,
-    bench_report,
-    bench_runs,
-    command,
-)
-from companion.kernels.bench_machine import describe
-from companion.kernels.bench_timer import WARM_UPS, ClockTimer, EventTimer, Timing
-from companion.kernels.fused_moe import fused_moe_twin
-
-script = importlib.import_module("companion.kernels.bench_gpu")  # the attribute of that name is a function
+from companion.kernels import bench as command
+from companion.kernels.bench import cases as bench_cases
+from companion.kernels.bench import cases as bench_data
+from companion.kernels.bench import checks as bench_baselines
+from companion.kernels.bench import checks as bench_checks
+from companion.kernels.bench import gpu as script
+from companion.kernels.bench import report as bench_report
+from companion.kernels.bench import runs as bench_runs
+from companion.kernels.bench.timer import WARM_UPS, ClockTimer, EventTimer, Timing
+from companion.kernels.moe.reference import fused_moe_reference
+from companion.machine import describe
 
 
 def counting(step=0.5):
@@ -288,7 +284,7 @@ def test_the_reference_reads_a_cache_as_the_codecs_do(kv_format, paged):
         return c.dequantize(QuantizedTensor(codes, scale, zero, None, (2, 64, 64), torch.float32))
 
     want = sdpa(inputs["q"][1, None, :, None], numbers("k")[None], numbers("v")[None], return_lse=True)
-    got = bench_data.decode_reference(case, inputs, 1)
+    got = bench_data.decode_exact(case, inputs, 1)
     assert bench_data.relative_error(got[0], want[0][0, :, 0]) < 2e-6
     assert bench_data.relative_error(got[1], want[1][0, :, 0]) < 2e-6
 
@@ -297,7 +293,7 @@ def test_the_reference_reads_a_cache_as_the_codecs_do(kv_format, paged):
 def test_baselines_compute_the_same(model):
     case = bench_cases.tiny_decode(bench_cases.sized(getattr(bench_cases, model), 64, 16, dtype="fp32"))
     inputs = bench_data.decode_inputs(case, torch.device("cpu"))
-    want = torch.stack([bench_data.decode_reference(case, inputs, b)[0] for b in range(case.batch)])
+    want = torch.stack([bench_data.decode_exact(case, inputs, b)[0] for b in range(case.batch)])
     found = bench_baselines.baselines(case, inputs, slow=True)
     assert set(found) >= {"sdpa, rows packed"} and ("sdpa" in found) == (model != "MLA")
     for name in ("sdpa", "sdpa, rows packed"):
@@ -322,9 +318,9 @@ def test_the_loop_over_experts_is_the_same_layer():
     case = bench_cases.MoECase("x", 5, 2, 32, 48, 9, "fp32")
     x, w1, w2, weights, ids = layer = bench_data.moe_inputs(case, torch.device("cpu"))
     sizes = torch.bincount(ids.flatten(), minlength=5).tolist()
-    want = fused_moe_twin(*(t.double() for t in (x, w1, w2, weights)), ids)
+    want = fused_moe_reference(*(t.double() for t in (x, w1, w2, weights)), ids)
     assert bench_data.relative_error(bench_runs._loop(*layer, sizes)(), want) < 1e-6
-    assert bench_data.relative_error(bench_data.moe_reference(*layer), want) < 1e-12
+    assert bench_data.relative_error(bench_data.moe_exact(*layer), want) < 1e-12
 
 
 def test_an_error_is_infinite_where_one_is_no_number():
@@ -381,7 +377,7 @@ class FakeGPU:
         monkeypatch.setattr(torch.cuda, "_sleep", sleep)
         properties = argparse.Namespace(L2_cache_size=2**20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr("companion.kernels.bench_timer.time.perf_counter", lambda: self.host_clock())
+        monkeypatch.setattr("companion.kernels.bench.timer.time.perf_counter", lambda: self.host_clock())
         self.t = 0.0
 
     def host_clock(self):

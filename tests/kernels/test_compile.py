@@ -6,13 +6,14 @@ Everything here runs with the interpreter on: the compiler works in a process of
 import importlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from companion.kernels import assembly, compile_report, interpreted
-from companion.kernels.compile import MODULES, STORED, CompileReport, compile_all, stored
-from companion.kernels.specimen import Expect, Specimen, find
-from companion.kernels.targets import TARGETS, target
+from companion.kernels import aot as assembly
+from companion.kernels import compile_report, interpreted
+from companion.kernels.aot import MODULES, STORED, CompileReport, compile_all, stored
+from companion.kernels.aot.case import TARGETS, Case, Expect, find, target
 
 # One or two launches of every kernel: compiled again here for every target, and compared with the table.
 AGAIN = [
@@ -31,7 +32,7 @@ AGAIN = [
 
 @pytest.fixture(scope="module")
 def broken():
-    reports = compile_all(archs=["sm_80"], modules=["broken_specimens"])
+    reports = compile_all(archs=["sm_80"], modules=["broken_cases"])
     return {r.name: r for r in reports}
 
 
@@ -46,8 +47,8 @@ def table():
     return {(r.name, r.arch): r for r in stored()}
 
 
-def specimens():
-    return [s for m in MODULES for s in importlib.import_module(m).SPECIMENS]
+def cases():
+    return [s for m in MODULES for s in importlib.import_module(m).CASES]
 
 
 # --- what is wrong is found --------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def test_a_good_kernel_has_no_problem(broken):
         ("no_product", "no matrix instruction"),
         ("error", "does not compile: "),
         ("crash", "does not compile: the compiler ended with code 7"),
-        ("wrong_arguments", "the kernel's arguments and the specimen's differ: EXTRA"),
+        ("wrong_arguments", "the kernel's arguments and the case's differ: EXTRA"),
     ],
 )
 def test_a_broken_kernel_is_found_out(broken, name, problem):
@@ -107,7 +108,7 @@ def test_the_table_says_what_the_compiler_says(again, table):
 
 
 def test_the_table_has_every_kernel_and_target(table):
-    ours = [s for s in specimens()]
+    ours = [s for s in cases()]
     offered = {(s.name, t.name) for s in ours for t in TARGETS.values() if s.for_arch(t) is not None}
     assert set(table) == offered
     assert len({s.name for s in ours}) == len(ours)
@@ -118,7 +119,7 @@ def test_the_table_meets_what_is_expected(table):
 
 
 def test_the_promises_of_the_book(table):
-    """Not left to a specimen's own expectation: the decode body, and products, on every target."""
+    """Not left to a case's own expectation: the decode body, and products, on every target."""
     assert ("decode.fp16", "sm_75") in table and ("decode.bf16", "sm_75") not in table
     for (name, arch), r in table.items():
         kernel, *rest = name.split(".")
@@ -142,17 +143,17 @@ def test_the_promises_of_the_book(table):
     assert fp32 and not any(r.matrix for r in fp32)  # multiplied exactly, never as TF32
 
 
-def test_the_sources_with_specimens_are_all_compiled():
+def test_the_sources_with_cases_are_all_compiled():
     folder = STORED.parents[1]
-    have = {p.stem for p in folder.glob("*.py") if "\nSPECIMENS" in p.read_text(encoding="utf-8")}
-    assert have == {m.rsplit(".", 1)[1] for m in MODULES}
+    have = {p for p in folder.rglob("*.py") if "\nCASES" in p.read_text(encoding="utf-8")}
+    assert have == {Path(importlib.import_module(m).__file__) for m in MODULES}
 
 
 # --- the parts ---------------------------------------------------------------------------------------------
 
 
 def test_one_report_is_compiled_once(monkeypatch, again):
-    import companion.kernels.compile as module
+    import companion.kernels.aot as module
 
     def never(*args, **more):
         raise AssertionError("compiled again")
@@ -178,16 +179,16 @@ def test_a_report_survives_json(table):
         assert CompileReport.from_row(json.loads(json.dumps(r.row()))) == r
 
 
-def test_specimens_are_found_by_name_or_by_its_beginning():
-    known = [Specimen(n, None, {}) for n in ("a.x", "a.x.y", "a.z", "ab.x")]
+def test_cases_are_found_by_name_or_by_its_beginning():
+    known = [Case(n, None, {}) for n in ("a.x", "a.x.y", "a.z", "ab.x")]
     assert [s.name for s in find(known, "a.x")] == ["a.x"]
     assert [s.name for s in find(known, "a")] == ["a.x", "a.x.y", "a.z"]
     with pytest.raises(ValueError, match="name='b'"):
         find(known, "b")
 
 
-def test_a_specimen_changes_and_has_hints():
-    s = Specimen("s", None, {"X": "*fp16", "n": "i32", "stride_x": "i64"}, {"BLOCK": 16})
+def test_a_case_changes_and_has_hints():
+    s = Case("s", None, {"X": "*fp16", "n": "i32", "stride_x": "i64"}, {"BLOCK": 16})
     assert s.hints() == ("X", "stride_x") and s.but(aligned=()).hints() == ()
     other = s.but(constexprs={"MORE": 1}, num_warps=8, expect=Expect(spills=None))
     assert other.constexprs == {"BLOCK": 16, "MORE": 1} and other.num_warps == 8 and s.num_warps == 4
@@ -257,14 +258,14 @@ def test_what_is_read_from_the_tools():
 
 
 def test_the_command_prints_a_table_and_fails_where_something_is_wrong(capsys, monkeypatch):
-    from companion.kernels import command
+    from companion.kernels import bench as command
 
     args = command.parse(["--compile", "--kernel", "copy.u8", "--arch", "sm_80", "--arch", "gfx942"])
     assert command.run(args) == 0
     out = capsys.readouterr().out
     assert "copy.u8" in out and "sm_80" in out and "gfx942" in out and "2 compiled" in out
 
-    monkeypatch.setattr("companion.kernels.compile.MODULES", ("broken_specimens",))
+    monkeypatch.setattr("companion.kernels.aot.MODULES", ("broken_cases",))
     args = command.parse(["--compile", "--kernel", "no_hints", "--arch", "sm_80", "--json"])
     assert command.run(args) == 1
     (row,) = json.loads(capsys.readouterr().out)["rows"]
@@ -272,7 +273,7 @@ def test_the_command_prints_a_table_and_fails_where_something_is_wrong(capsys, m
 
 
 def test_the_command_prints_the_stored_table(capsys):
-    from companion.kernels import command
+    from companion.kernels import bench as command
 
     assert command.run(command.parse(["--compile", "--stored", "--arch", "sm_90"])) == 0
     out = capsys.readouterr().out

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from companion.kernels import copy
-from companion.kernels.copy import BLOCK_BYTES, copy_bytes, copy_twin
+from companion.kernels.copy import BLOCK_BYTES, copy, copy_bytes, copy_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64])
@@ -18,7 +17,7 @@ def test_every_bit_arrives(dtype, blocks, more):
     assert copy(x, out) is out
     assert torch.equal(out.view(torch.uint8), x.view(torch.uint8))
     assert (room[n * dtype.itemsize :] == 7).all()  # nothing beyond the end
-    assert torch.equal(copy_twin(x).view(torch.uint8), copy(x).view(torch.uint8))
+    assert torch.equal(copy_reference(x).view(torch.uint8), copy(x).view(torch.uint8))
 
 
 def test_the_shape_stays_and_the_source_too():

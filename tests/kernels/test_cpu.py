@@ -18,17 +18,12 @@ from test_dispatch import OPTIONS, spec
 
 from companion.attention import sdpa
 from companion.caches import dispatch, make_cache
-from companion.kernels import (
-    cpu,
-    cpu_attention,
-    cpu_loops,
-    cpu_numba,
-    cpu_step,
-    cpu_threads,
-    decode_on_cpu,
-    policy,
-    use,
-)
+from companion.kernels import cpu, decode_on_cpu, policy, use
+from companion.kernels.cpu import attention as cpu_attention
+from companion.kernels.cpu import attention as cpu_numba
+from companion.kernels.cpu import loops as cpu_loops
+from companion.kernels.cpu import loops as cpu_step
+from companion.kernels.cpu import pool as cpu_threads
 
 TILE = cpu_attention.TILE
 plain = inspect.unwrap(decode_on_cpu)  # without the run-time types that the tests add, which speak first
@@ -305,10 +300,10 @@ def test_without_numba_it_is_refused_where_it_is_asked_for(monkeypatch):
 def test_loops_on_disk_are_those_of_these_files(tmp_path):
     """Numba would go on with a caller whose callee, in another file, has changed."""
     folder = Path(cpu_numba.__file__).parent
-    for room in folder.glob("cpu_*.py"):
+    for room in folder.glob("*.py"):
         shutil.copy(room, tmp_path)
     assert cpu_numba.digest(tmp_path) == cpu_numba.DIGEST
-    for name in ("cpu_attention.py", "cpu_loops.py", "cpu_step.py"):
+    for name in ("attention.py", "loops.py"):
         before = cpu_numba.digest(tmp_path)
         (tmp_path / name).write_text("# changed")
         assert cpu_numba.digest(tmp_path) != before

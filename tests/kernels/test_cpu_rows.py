@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from companion.kernels import cpu_loops, cpu_rows, linear_on_cpu, use
+from companion.kernels import linear_on_cpu, use
+from companion.kernels.cpu import loops as cpu_loops
+from companion.kernels.cpu import rows as cpu_rows
 from companion.model import int8, products
 from companion.model.int8 import Int8Matrix
 from companion.model.products import matrix, product

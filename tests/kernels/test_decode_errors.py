@@ -7,7 +7,7 @@ import torch
 from kernel_inputs import ABSURD, make
 
 from companion.kernels import attend_with_tail, decode_attention, merge_splits, mode
-from companion.kernels.launch import Launch
+from companion.kernels.decode.launch import Launch
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def no_launch(monkeypatch):
         raise AssertionError("a kernel was launched")
 
     monkeypatch.setattr(Launch, "run", launched)
-    monkeypatch.setattr("companion.kernels.launch.merge", launched)
+    monkeypatch.setattr("companion.kernels.decode.launch.merge", launched)
 
 
 def call(change, **made):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_inputs import check, make, tail_of
 
-from companion.kernels import attend_with_tail, decode_attention, decode_twin
+from companion.kernels import attend_with_tail, decode_attention, decode_reference
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 TOKEN = ["int8", "uint8", "int4", "int4s", "fp8_e4m3", "fp8_e5m2"]
@@ -101,7 +101,7 @@ def one_token(k, v, q, kv_format, **more):
     caches = (x.view(1, 1, 1, -1) for x in (k, v))
     args = q, *caches, n
     options = dict(kv_format=kv_format, softmax_scale=1.0, return_lse=True, **more)
-    return decode_attention(*args, **options), decode_twin(*args, **options)
+    return decode_attention(*args, **options), decode_reference(*args, **options)
 
 
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)
@@ -111,9 +111,9 @@ ALL_BYTES = torch.arange(256, dtype=torch.uint8)
 @pytest.mark.parametrize("kv_format", ["fp8_e4m3", "fp8_e5m2"])
 def test_every_byte_of_fp8_as_a_value(kv_format, dtype):
     q = torch.zeros(1, 1, 16, dtype=dtype)
-    (out, _), (twin, _) = one_token(torch.zeros(16, dtype=torch.uint8), ALL_BYTES, q, kv_format)
+    (out, _), (reference, _) = one_token(torch.zeros(16, dtype=torch.uint8), ALL_BYTES, q, kv_format)
     true = ALL_BYTES.view(torch.float8_e4m3fn if kv_format == "fp8_e4m3" else torch.float8_e5m2).to(dtype)
-    for got in (out, twin):  # NaN and infinity where torch has them
+    for got in (out, reference):  # NaN and infinity where torch has them
         torch.testing.assert_close(got[0, 0], true, rtol=0, atol=0, equal_nan=True)
     codes_of_nan = [127, 255] if kv_format == "fp8_e4m3" else [125, 126, 127, 253, 254, 255]
     assert out[0, 0].isnan().nonzero().flatten().tolist() == codes_of_nan
@@ -125,10 +125,10 @@ def test_every_byte_of_fp8_as_a_key(kv_format):
     real = ALL_BYTES.view(torch.float8_e4m3fn if kv_format == "fp8_e4m3" else torch.float8_e5m2).float()
     codes = torch.where(real.isfinite(), ALL_BYTES, 0)
     q = torch.eye(256, dtype=HALF)[None]
-    (_, lse), (_, twin) = one_token(codes, torch.zeros(16, dtype=torch.uint8), q, kv_format)
+    (_, lse), (_, reference) = one_token(codes, torch.zeros(16, dtype=torch.uint8), q, kv_format)
     true = torch.where(real.isfinite(), real, 0.0)
     torch.testing.assert_close(lse[0], true, rtol=2e-7, atol=0)
-    assert torch.equal(twin[0], true)
+    assert torch.equal(reference[0], true)
 
 
 ONE = torch.ones(1, 1, 1)
@@ -138,24 +138,24 @@ ONE = torch.ones(1, 1, 1)
 def test_every_byte_of_int4_as_a_value(dtype):
     """512 channels: bytes 0 to 255 in order, the even channel from the low nibble."""
     q, k = torch.zeros(1, 1, 32, dtype=dtype), torch.zeros(16, dtype=torch.uint8)
-    (out, _), (twin, _) = one_token(k, ALL_BYTES, q, "int4", k_scale=ONE, v_scale=ONE)
+    (out, _), (reference, _) = one_token(k, ALL_BYTES, q, "int4", k_scale=ONE, v_scale=ONE)
     true = torch.tensor([x for b in range(256) for x in (b % 16 - 8, b // 16 - 8)], dtype=dtype)
-    assert torch.equal(out[0, 0], true) and torch.equal(twin[0, 0], true)
+    assert torch.equal(out[0, 0], true) and torch.equal(reference[0, 0], true)
     half = 0.5 * ONE
-    (out, _), (twin, _) = one_token(
+    (out, _), (reference, _) = one_token(
         k, ALL_BYTES, q, "int4", k_scale=half, v_scale=half, k_zero=ONE, v_zero=ONE
     )
-    assert torch.equal(out[0, 0], (true + 8) / 2 + 1) and torch.equal(twin[0, 0], out[0, 0])
+    assert torch.equal(out[0, 0], (true + 8) / 2 + 1) and torch.equal(reference[0, 0], out[0, 0])
 
 
 def test_every_byte_of_int4_as_a_key():
     q = torch.eye(512, dtype=HALF)[None]
-    (_, lse), (_, twin) = one_token(
+    (_, lse), (_, reference) = one_token(
         ALL_BYTES, torch.zeros(16, dtype=torch.uint8), q, "int4", k_scale=ONE, v_scale=ONE
     )
     true = torch.tensor([float(x) for b in range(256) for x in (b % 16 - 8, b // 16 - 8)])
     torch.testing.assert_close(lse[0], true, rtol=2e-7, atol=0)
-    assert torch.equal(twin[0], true)
+    assert torch.equal(reference[0], true)
 
 
 @pytest.mark.parametrize("bits", [4, 2])
@@ -179,7 +179,7 @@ def test_every_byte_of_kivi(bits):
     true = [(b >> (bits * i)) % 2**bits / 2 for b in range(256) for i in range(per_byte)]
     true = torch.tensor(true) + torch.arange(D // 32).repeat_interleave(32)
     assert torch.equal(decode_attention(*args, **options)[0, 0], true)
-    assert torch.equal(decode_twin(*args, **options)[0, 0], true)
+    assert torch.equal(decode_reference(*args, **options)[0, 0], true)
 
 
 # --- the tail -----------------------------------------------------------------------------------------------
@@ -212,8 +212,8 @@ def test_a_tail_of_16_bits_is_merged_before_it_is_rounded():
 
 
 @pytest.mark.parametrize("kv_format", ["none", *EVERY])
-def test_the_twin_says_the_same(kv_format):
+def test_the_reference_says_the_same(kv_format):
     case = make(
         [97, 0, 33], (4, 2), 64, block_size=32, kv_format=kv_format, queries=2, sinks=torch.linspace(-1, 1, 4)
     )
-    check(case.run(decode_twin), case.expected(), SINGLE)
+    check(case.run(decode_reference), case.expected(), SINGLE)

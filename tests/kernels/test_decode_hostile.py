@@ -8,8 +8,8 @@ import torch
 from kernel_inputs import check, make
 
 from companion.kernels import decode_attention, mode
-from companion.kernels.checks import check_call
-from companion.kernels.launch import constexprs, merge_arguments, prepare
+from companion.kernels.decode.checks import check_call
+from companion.kernels.decode.launch import constexprs, merge_arguments, prepare
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 

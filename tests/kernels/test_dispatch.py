@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-import companion.kernels
+import companion.kernels.append
 from companion.caches import make_cache
 from companion.caches.dispatch import MOST_QUERIES, kernel_format
 from companion.cost import MLASpec, ModelSpec
@@ -39,13 +39,14 @@ class Calls(dict):
 def calls(monkeypatch):
     seen = Calls()
     for name in ("decode_attention", "append", "fused_moe"):
-        real = getattr(companion.kernels, name)
+        home = companion.kernels.append if name == "append" else companion.kernels
+        real = getattr(home, name)
 
         def counted(*args, _name=name, _real=real, **kwargs):
             seen[_name], seen.last = seen.get(_name, 0) + 1, (args, kwargs)
             return _real(*args, **kwargs)
 
-        monkeypatch.setattr(companion.kernels, name, counted)
+        monkeypatch.setattr(home, name, counted)
     return seen
 
 
@@ -358,8 +359,10 @@ import sys, torch
 from companion.caches import make_cache
 from companion.cost import models
 from companion.moe import grouped_experts
-import companion.kernels
-from companion.kernels import append, copy, decode_attention, fused_moe, grouped_gemm, use
+import companion.kernels.append
+from companion.kernels import decode_attention, fused_moe, grouped_gemm, use
+from companion.kernels.append import append
+from companion.kernels.copy import copy
 cache = make_cache("paged", models["smollm2-135m"], max_tokens=40)
 quantized = make_cache("quantized", models["smollm2-135m"], max_tokens=40, codec="int4")
 x = torch.randn(1, 3, 20, 64)

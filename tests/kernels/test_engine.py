@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import companion.kernels
+import companion.kernels.append
 from companion.caches.paged import PagedStorage
 from companion.cost import ModelSpec
 from companion.engine import Engine, Request
@@ -18,14 +18,15 @@ SPANS = [(0, 1), (5, 6), (16, 17), (30, 31), (0, 9), (11, 17)]  # four decodes, 
 def calls(monkeypatch):
     seen = {"append": 0, "paged": 0}
     for name in ("append", "decode_attention"):
-        real = getattr(companion.kernels, name)
+        home = companion.kernels.append if name == "append" else companion.kernels
+        real = getattr(home, name)
 
         def counted(*args, _name=name, _real=real, **kwargs):
             seen["append"] += _name == "append"
             seen["paged"] += kwargs.get("block_table") is not None
             return _real(*args, **kwargs)
 
-        monkeypatch.setattr(companion.kernels, name, counted)
+        monkeypatch.setattr(home, name, counted)
     return seen
 
 

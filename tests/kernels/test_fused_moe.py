@@ -4,9 +4,9 @@ import pytest
 import torch
 from moe_cases import TOLERANCE, layer, normal, off_by, routing
 
-from companion.cost.grouped import FORMS, GemmTile
 from companion.kernels import fused_moe
-from companion.kernels.fused_moe import fused_moe_twin
+from companion.kernels.moe.plan import FORMS, GemmTile
+from companion.kernels.moe.reference import fused_moe_reference
 from companion.moe import dense_experts, grouped_experts
 
 WIDE = GemmTile(64, 128, 64)  # few programs: the interpreter takes some 20 ms for each
@@ -29,7 +29,7 @@ def test_tokens_experts_and_choices(T, E, k):
     for form in FORMS if T < 257 else FORMS[T * E * k % 2 :][:1]:
         out = fused_moe(*args, form=form, tile=WIDE)
         assert out.shape == (T, 48) and off_by(out, want) < TOLERANCE[torch.float32]
-    assert off_by(fused_moe_twin(*args), want) < TOLERANCE[torch.float32]
+    assert off_by(fused_moe_reference(*args), want) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -40,7 +40,7 @@ def test_dtypes_and_uneven_loads(dtype, spread, form):
     want = exact(*args)
     out = fused_moe(*args, form=form)
     assert out.dtype == dtype and off_by(out, want) < TOLERANCE[dtype]
-    assert off_by(fused_moe_twin(*args), want) < TOLERANCE[dtype]
+    assert off_by(fused_moe_reference(*args), want) < TOLERANCE[dtype]
     ours = grouped_experts(*args[:3], args[4], args[3])
     assert off_by(out, ours) < 2 * TOLERANCE[dtype]
 
@@ -58,8 +58,8 @@ def test_biases_and_gates(dtype, activation):
         out = fused_moe(x, w1, w2, weights, ids, activation=activation, **one, **gate)
         want = exact(x, w1, w2, weights, ids, **one, **gate)
         assert off_by(out, want) < TOLERANCE[dtype]
-        twin = fused_moe_twin(x, w1, w2, weights, ids, activation=activation, **one, **gate)
-        assert off_by(twin, want) < TOLERANCE[dtype]
+        reference = fused_moe_reference(x, w1, w2, weights, ids, activation=activation, **one, **gate)
+        assert off_by(reference, want) < TOLERANCE[dtype]
 
 
 def test_two_identities_weighted():
@@ -185,7 +185,7 @@ def test_bad_input_is_named(change, message):
 
 
 def test_bfloat16_is_refused_below_capability_8(monkeypatch):
-    import companion.kernels.gemm as gemm
+    import companion.kernels.moe.gemm as gemm
 
     monkeypatch.setattr(gemm, "capability", lambda tensor: (7, 5))
     args = layer(5, 8, 2, dtype=torch.bfloat16)

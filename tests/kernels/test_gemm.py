@@ -4,9 +4,10 @@ import pytest
 import torch
 from moe_cases import TOLERANCE, normal, off_by
 
-from companion.cost.grouped import FORMS, GemmTile, products, tiles
 from companion.kernels import grouped_gemm
-from companion.kernels.gemm import grouped_gemm_twin, plan_rows
+from companion.kernels.moe.gemm import plan_rows
+from companion.kernels.moe.plan import FORMS, GemmTile, products, tiles
+from companion.kernels.moe.reference import grouped_gemm_reference
 
 COUNTS = {
     "even": [5, 5, 5],
@@ -50,7 +51,9 @@ def test_equals_float64_of_the_rounded_inputs(counts, form, dtype):
         out = grouped_gemm(x, w, offsets, bias=b, form=form)
         assert out.dtype == dtype and out.shape == (sum(counts), 24)
         assert off_by(out, exact(x, w, offsets, b)) < TOLERANCE[dtype]
-        assert off_by(grouped_gemm_twin(x, w, offsets, bias=b), exact(x, w, offsets, b)) < TOLERANCE[dtype]
+        assert (
+            off_by(grouped_gemm_reference(x, w, offsets, bias=b), exact(x, w, offsets, b)) < TOLERANCE[dtype]
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
