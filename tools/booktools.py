@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import yaml
 from docutils import nodes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,7 +50,7 @@ def watch_package(app, env, added, changed, removed) -> set[str]:
 
 
 def number_by_file(app, env) -> list[str]:
-    """A chapter has the number of its file, so that "chapter 4" in the text is 4 in the margin too."""
+    """A chapter has the number of its file, so that text and margin call it by one number."""
     changed = []
     for name, numbers in env.toc_secnumbers.items():
         if not (found := re.search(r"(?:^|/)(\d\d)_[^/]*$", name)):
@@ -92,11 +93,31 @@ def leave_out_icon_script(app, exception) -> None:
         script.unlink()
 
 
+REDIRECT = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Moved</title><meta name="robots" content="noindex">
+<meta http-equiv="refresh" content="0; url={to}"><link rel="canonical" href="{to}">
+<script>location.replace("{to}" + location.hash)</script>
+</head><body><p>This chapter is now <a href="{to}">here</a>.</p></body></html>
+"""
+
+
+def lead_on(app, exception) -> None:
+    """A small page at every old address of a chapter (book/redirects.yml), which leads to where it is now."""
+    if exception or app.builder.name != "html":
+        return
+    old = yaml.safe_load(Path(app.srcdir, "book/redirects.yml").read_text(encoding="utf-8"))
+    now = {name.rpartition("/")[2][3:]: name for name in app.env.found_docs if name.startswith("notebooks/")}
+    for stem, name in old.items():
+        to = f"{now[name].rpartition('/')[2]}.html" if name else "../book/intro.html"
+        Path(app.outdir, "notebooks", f"{stem}.html").write_text(REDIRECT.format(to=to), encoding="utf-8")
+
+
 def setup(app) -> dict:
     app.connect("config-inited", choose_assets)
     app.connect("env-get-updated", number_by_file, priority=900)  # after those who count
     app.connect("html-page-context", leave_out_thebe, priority=900)
     app.connect("build-finished", leave_out_icon_script)
+    app.connect("build-finished", lead_on)
     app.connect("source-read", write_reference)
     app.connect("doctree-read", offer_anchors)
     app.connect("env-get-outdated", watch_package)
