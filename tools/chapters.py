@@ -6,9 +6,9 @@
 
 A chapter is called by its name without the number. Its files, links to it, its number after the word chapter
 in any text and docstring, the lists (_toc.yml, README.md, book/intro.md, notebooks/status.json) and the
-notebooks' record of their code change together, or nothing does. What no program can decide is said at the end:
-a range that now holds other chapters, or "the next chapter" before another one. An address that the last commit
-has and that goes away is kept in book/redirects.yml; the build puts a page there that leads on.
+notebooks' record of their code change together, or nothing does. What no program can decide is said at the
+end: a range that now holds other chapters, or "the next chapter" before another one. An address that the last
+commit has and that goes away is kept in book/redirects.yml; the build puts a page there that leads on.
 """
 
 from __future__ import annotations
