@@ -38,6 +38,15 @@ def offer_anchors(app, doctree) -> None:
             slugs[name] = (raw.line or 0, name, name)
 
 
+def fold_cells(app, doctree) -> None:
+    """The set-up cell is for Colab, and isn't shown; a cell folded for its drawing says what it has."""
+    for cell in list(doctree.findall(nodes.container)):
+        if "tag_setup" in cell["classes"]:
+            cell.parent.remove(cell)
+        elif cell.get("hide_mode") == "input":
+            cell["prompt_show"], cell["prompt_hide"] = "Show the plotting code", "Hide the plotting code"
+
+
 def write_reference(app, docname: str, source: list[str]) -> None:
     """Put the package's reference where a page asks for it."""
     options = app.config.html_theme_options
@@ -120,5 +129,6 @@ def setup(app) -> dict:
     app.connect("build-finished", lead_on)
     app.connect("source-read", write_reference)
     app.connect("doctree-read", offer_anchors)
+    app.connect("doctree-read", fold_cells)
     app.connect("env-get-outdated", watch_package)
     return {"parallel_read_safe": True, "env_version": 1}

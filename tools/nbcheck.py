@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -42,6 +43,8 @@ RAW = {
     "a label": re.compile(r"^\([\w-]+\)=\s*$", re.M),
     "a cell break": re.compile(r"^\+\+\+", re.M),
 }
+MAX_DRAWN = 6  # lines of drawing; a cell with more is folded on its page
+DRAWS = {"plt", "figures", "figure", "label_line"}  # where drawing begins; what comes of these draws as well
 SHOWS = re.compile(r"^print\(|^plt\.show\(", re.M)
 IMAGES = ("image/svg+xml", "image/png")
 
@@ -121,9 +124,38 @@ def code_cell(cell) -> list[str]:
         problems.append(f"an output line of {wide} characters, at most {MAX_PRINTED}")
     if ("measurement" in tags(cell)) != ("nbval-ignore-output" in tags(cell)):
         problems.append(f"`measurement` and `nbval-ignore-output` go together, got {tags(cell)}")
+    if not {"hide-input", "hide-cell"} & set(tags(cell)) and (drawn := len(drawing(source))) > MAX_DRAWN:
+        problems.append(f"{drawn} lines draw: more than {MAX_DRAWN} are folded, by the tag hide-input")
     if "NBVAL" in source or "nbval-skip" in tags(cell):
         problems.append("a cell may not leave itself out of the run")
     return problems
+
+
+def drawing(source: str) -> set[int]:
+    """The lines that draw: calls of what began at one of DRAWS, and loops around nothing but such calls."""
+    names, lines = set(DRAWS), set()
+
+    def drawn(node: ast.AST) -> bool:
+        return any(getattr(n, "id", getattr(n, "attr", None)) in names for n in ast.walk(node))
+
+    def visit(body: list[ast.stmt]) -> None:
+        for statement in body:
+            blocks = [b for k in ("body", "orelse", "finalbody") if (b := getattr(statement, k, None))]
+            targets = []
+            if not blocks and drawn(statement):
+                targets = getattr(statement, "targets", [])
+                lines.update(range(statement.lineno, statement.end_lineno + 1))
+            elif isinstance(statement, ast.For) and drawn(statement.iter):  # for ax, name in zip(axes, names)
+                targets = getattr(statement.target, "elts", [statement.target])[:1]
+            names.update(n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
+            before = len(lines)
+            for block in blocks:
+                visit(block)
+            if len(lines) > before:
+                lines.update(range(statement.lineno, blocks[0][0].lineno))
+
+    visit(ast.parse(re.sub(r"^(\s*)%.*$", r"\1pass", source, flags=re.M)).body)
+    return lines
 
 
 def widest(text: str) -> int:

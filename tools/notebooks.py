@@ -102,6 +102,8 @@ def convert(md: Path):
 def carry(md: Path):
     """The notebook of a source whose cells print what they printed: all outputs stay, in the cells' order.
 
+    And the hash of the code as it was stored before.
+
     For renamed modules and functions. Whether it is true is for the comparison (`make outputs`) to say.
     """
     notebook, stored = read_source(md), nbformat.read(md.with_suffix(".ipynb"), as_version=4)
@@ -112,8 +114,9 @@ def carry(md: Path):
         cell.id = old.id
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = old.outputs, old.execution_count
-    notebook.metadata["companion"] = {"source_sha256": source_hash(notebook)}
-    return normalise(notebook)
+    known, now = stored.metadata.get("companion", {}).get("source_sha256"), source_hash(notebook)
+    notebook.metadata["companion"] = {"source_sha256": now}
+    return normalise(notebook), known
 
 
 def normalise(notebook):
@@ -243,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
             failed += bool(problems)
             continue
         try:
-            notebook = carry(md) if args.command == "carry" else convert(md)
+            notebook, known = carry(md) if args.command == "carry" else (convert(md), None)
             if args.command == "make":
                 notebook = execute(notebook, name)
             took = time.monotonic() - start
@@ -252,6 +255,10 @@ def main(argv: list[str] | None = None) -> int:
                 from tools.status import record
 
                 record(NOTEBOOKS, name, took, notebook)
+            if known:
+                from tools.status import carried
+
+                carried(NOTEBOOKS, name, known, notebook.metadata["companion"]["source_sha256"])
             print(f"{name}.ipynb written ({took:.0f} s)", flush=True)
         except Problem as problem:
             print(problem, file=sys.stderr)

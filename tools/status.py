@@ -46,9 +46,21 @@ def record(folder: Path, name: str, seconds: float, notebook) -> None:
         "source_sha256": notebook.metadata["companion"]["source_sha256"],
     }
     entries = {**stored(folder), name: entry}  # read last: another process may have made another notebook
+    _write(folder, entries)
+
+
+def _write(folder: Path, entries: dict[str, dict]) -> None:
     part = folder / f"{FILE}.part"
     part.write_text(json.dumps(dict(sorted(entries.items())), indent=1) + "\n", encoding="utf-8")
     part.replace(folder / FILE)
+
+
+def carried(folder: Path, name: str, before: str, now: str) -> None:
+    """The outputs of a run are now those of renamed code: its entry, if it was of them, stays theirs."""
+    entries = stored(folder)
+    if entries.get(name, {}).get("source_sha256") == before != now:
+        entries[name]["source_sha256"] = now
+        _write(folder, entries)
 
 
 def stored(folder: Path = NOTEBOOKS) -> dict[str, dict]:

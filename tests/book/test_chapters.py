@@ -194,6 +194,7 @@ FAULTS = {
     "skip": (untag("print([3, 4])", tags=["nbval-skip"]), "leave itself out"),
     "comment": (replace("print([3, 4])", "# NBVAL_SKIP\nprint([3, 4])"), "leave itself out"),
     "long": (replace("print([3, 4])", "print([3, 4])\n" * 26), "lines of code"),
+    "unfolded": (replace("ax.plot([1, 2], [3, 4])", "ax.plot([1, 2], [3, 4])\n" * 6), "lines draw"),
     "wide": (replace("print([3, 4])", "print([3, 4])  # " + 100 * "-"), "a line of 117 characters"),
     "directive": (replace("More.", "```{note}\nMore.\n```"), "a directive"),
     "colon": (replace("More.", ":::{note}\nMore.\n:::"), "a directive"),
