@@ -153,13 +153,20 @@ def public(path: Path, tree: ast.Module):
     lazy = (n for node in tree.body if isinstance(node, ast.If) for n in node.body)  # for type checkers
     for node in [*tree.body, *lazy]:
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            file = path.parent / f"{node.module.replace('.', '/')}.py"
-            inside = {n.name: n for n in _parsed(file).body if _documented(n)}
+            inside = _inside(path.parent / node.module.replace(".", "/"))
             for name in (a.name for a in node.names):
                 if name in inside and (listed is None or name in listed):
-                    yield file, inside[name]
+                    yield inside[name]
         elif _documented(node) and (not node.name.startswith("_") if listed is None else node.name in listed):
             yield path, node
+
+
+def _inside(base: Path) -> dict[str, tuple[Path, ast.stmt]]:
+    """(file, node) by name: of a file everything, of a folder what its package gives."""
+    if (file := base / "__init__.py").exists():
+        return {node.name: (where, node) for where, node in public(file, _parsed(file))}
+    file = base.with_suffix(".py")
+    return {node.name: (file, node) for node in _parsed(file).body if _documented(node)}
 
 
 def _assigns(node: ast.stmt, name: str) -> bool:
