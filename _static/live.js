@@ -49,7 +49,7 @@
     }
     return new Promise((resolve, reject) => {
       waiting.set(++count, { resolve, reject });
-      worker.postMessage({ id: count, module: `companion.${module}`, request: JSON.stringify(request) });
+      worker.postMessage({ id: count, module: `companion.live.${module}`, request: JSON.stringify(request) });
     });
   }
 

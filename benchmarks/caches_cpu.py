@@ -19,9 +19,10 @@ import torch
 from companion.caches import make_cache
 from companion.cost import models
 from companion.kernels import use
+from companion.machine import describe
 from companion.model import load
 
-from .machine import arguments, describe, spread
+from .machine import arguments, spread
 
 KINDS = {
     "contiguous": {},

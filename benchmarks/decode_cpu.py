@@ -26,9 +26,10 @@ from companion.caches import make_cache
 from companion.caches.attend import decode_packed
 from companion.cost import kv_bytes
 from companion.kernels import cpu, use
+from companion.machine import describe
 from companion.model import load, products
 
-from .machine import arguments, describe, read_bandwidth, spread, timed
+from .machine import arguments, read_bandwidth, spread, timed
 from .twin import transformers_twin
 
 PROMPT = 512  # tokens

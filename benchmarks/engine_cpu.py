@@ -18,11 +18,12 @@ import torch
 
 from companion.cost import HardwareSpec, decode_step
 from companion.engine import Engine, Request, Scheduler
+from companion.machine import describe
 from companion.model import load
 from companion.model.products import matrix, product
 from companion.paging import BlockManager
 
-from .machine import arguments, describe, read_bandwidth, spread, timed
+from .machine import arguments, read_bandwidth, spread, timed
 from .twin import transformers_twin
 
 LENGTHS = (16, 96, 24, 64, 40, 80, 32, 48)  # tokens of the prompts

@@ -13,11 +13,12 @@ import time
 import torch
 
 from companion.caches import make_cache
+from companion.machine import describe
 from companion.model import load, quantize_weights
 from companion.model.int8 import Int8Matrix
 from companion.model.products import product
 
-from .machine import arguments, describe, spread
+from .machine import arguments, spread
 
 SHAPES = ((3072, 576), (576, 1536), (49152, 576))  # SmolLM2's: gate and up, down, the head
 ROWS = (1, 8, 64)

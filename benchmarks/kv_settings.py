@@ -2,8 +2,8 @@
 
 import torch
 
-from companion.quality.scoring import prompt
 from companion.quantize import codec
+from companion.study.divergence import prompt
 
 EXACT = codec("fp32")
 

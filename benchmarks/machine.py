@@ -1,34 +1,12 @@
-"""What a number was taken on: the machine, the versions, the load, and its read bandwidth."""
+"""Shared by the benchmarks: arguments, the machine's read bandwidth, seconds in turns."""
 
 import argparse
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-
-
-def describe() -> dict[str, object]:
-    """Processor, cores, threads, versions, and the load before the run."""
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as f:
-            name = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {
-        "processor": name,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_before": load,
-    }
 
 
 def read_bandwidth(nbytes: int = 256 * 2**20, repeats: int = 8) -> dict[str, float]:

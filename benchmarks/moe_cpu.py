@@ -21,9 +21,10 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from companion.cost import RoutingSpec
+from companion.machine import describe
 from companion.moe import MoE, combine, dispatch, gated, gather, grouped_experts
 
-from .machine import arguments, describe, spread
+from .machine import arguments, spread
 
 WIDTH = 512
 EXPERTS = ((8, 2), (64, 8), (256, 8))  # experts, top k

@@ -2,10 +2,10 @@
 
     python -m benchmarks.moe_twin [--seeds N] [--threads N] [--smoke]
 
-Trains each variant of companion.quality.twins with every seed, on both tasks. Nets of one seed see the same
+Trains each variant of companion.study.twins with every seed, on both tasks. Nets of one seed see the same
 batches, and mixtures of one seed start equal. A reader is trained until its held-out loss has not fallen for
 PATIENCE evaluations, and its best one counts. Prints a table; stores
-companion/quality/results/moe_twin.json after every reader, and the weights of two readers beside it. Started
+companion/study/results/moe_twin.json after every reader, and the weights of two readers beside it. Started
 again, it goes on from what is stored. --smoke: tiny, in seconds, stores nothing.
 """
 
@@ -14,9 +14,10 @@ import time
 
 import torch
 
+from companion.machine import describe
 from companion.moe import load
-from companion.quality import store, stored
-from companion.quality.twins import (
+from companion.study import store, stored
+from companion.study.twins import (
     EXPERTS,
     VARIANTS,
     Reader,
@@ -28,8 +29,6 @@ from companion.quality.twins import (
     save_readers,
     split,
 )
-
-from .machine import describe
 
 STEPS, EVERY, PATIENCE = 3000, 125, 3
 BOOK_STEPS = 1200

@@ -16,8 +16,6 @@ as in one of ten thousand, up to what the processor's caches make of a larger ta
 import argparse
 import gc
 import json
-import os
-import platform
 import random
 import sys
 import time
@@ -25,26 +23,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from companion.machine import describe
 from companion.paging import BlockManager, BlockPool
 
 PROMPTS, ALIVE, BATCH = 1000, 100, 50
 LONGEST, STEPS = 2048, 32  # tokens of a prompt, decode steps
 WANTED, REPEATS = 1000, 20
-
-
-def describe() -> dict[str, object]:
-    """The machine, as benchmarks.machine has it; what little Python knows without torch."""
-    try:
-        from .machine import describe as full
-
-        return full()
-    except ImportError:
-        return {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "load_before": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        }
 
 
 def seconds(run: Callable, each: Iterable) -> tuple[float, list]:

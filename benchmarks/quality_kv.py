@@ -10,7 +10,7 @@ likeliest token, difference of the negative log-likelihood, a mean for each chun
 The tokens of a step see each other exactly. Decoding is --step 1 (stored as quality_kv_step_1), where a token
 sees only itself so; that costs more, and the caches without a tail come out worse.
 
-Results are stored after every setting (companion/quality/results/quality_kv.json); a run that was stopped
+Results are stored after every setting (companion/study/results/quality_kv.json); a run that was stopped
 goes on where it was. --smoke: two settings on two short chunks, printed, not stored.
 """
 
@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 
 from companion.caches import make_cache
+from companion.machine import describe
 from companion.model import load
-from companion.quality import store, text
-from companion.quality.frozen import SHA256
-from companion.quality.samples import estimate, separated
-from companion.quality.scoring import STEP, continued, distance, fill, prompt
+from companion.stats import estimate, separated
+from companion.study import store, text
+from companion.study.divergence import STEP, continued, distance, fill, prompt
+from companion.study.facts import SHA256
 
 from .kv_settings import calibrated, settings
-from .machine import describe
 from .readback import ReadBack
 from .resume import resumed
 

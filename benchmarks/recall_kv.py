@@ -8,7 +8,7 @@ Haystacks share nothing but the text; the facts of one are not independent, so s
 haystacks, and each setting is compared with float32 on the same ones. A residual window keeps the last
 tokens exact: it can only help facts that stand there. --short: haystacks of 512 and 1,024 tokens.
 
-Results are stored after every haystack (companion/quality/results/recall_kv.json); a run that was stopped
+Results are stored after every haystack (companion/study/results/recall_kv.json); a run that was stopped
 goes on where it was. --smoke: two settings on one short haystack, printed, not stored.
 """
 
@@ -20,16 +20,15 @@ import torch
 import torch.nn.functional as F
 
 from companion.caches import make_cache
+from companion.machine import describe
 from companion.model import load
-from companion.quality import haystack, recall, store, text
-from companion.quality.facts import AFTER, DIGITS, FACT, QUESTION
-from companion.quality.frozen import SHA256
-from companion.quality.samples import clustered, holm, needed, paired
-from companion.quality.scoring import fill, prompt
+from companion.stats import clustered, holm, needed, paired
+from companion.study import haystack, recall, store, text
+from companion.study.divergence import fill, prompt
+from companion.study.facts import AFTER, DIGITS, FACT, QUESTION, SHA256
 
 from .branches import Branches
 from .kv_settings import calibrated, settings
-from .machine import describe
 from .quality_kv import TRIAL, log
 from .resume import resumed
 
@@ -72,7 +71,7 @@ def longest(hay) -> int:
 
 @torch.inference_mode()
 def asked(model, held, hay) -> list[tuple[bool, float]]:
-    """What `companion.quality.recall` returns, all questions in one pass."""
+    """What `companion.study.recall` returns, all questions in one pass."""
     rows = [[*question, *answer[:-1]] for question, answer in hay.queries]
     width = max(map(len, rows))
     ids = torch.tensor([r + [0] * (width - len(r)) for r in rows])

@@ -11,7 +11,7 @@ from statistics import mean
 import torch
 import torch.nn.functional as F
 
-from companion.quality.nets import VARIANTS, RecallNet, accuracy, positions, sequences
+from companion.study.nets import VARIANTS, RecallNet, accuracy, positions, sequences
 
 VALIDATION_SEED, TEST_SEED = 10_001, 20_002
 

@@ -11,7 +11,7 @@ query when the text had been read.
 
 A sample is a haystack: rates over several facts of one haystack have standard errors over haystacks. A bin
 has one fact of each haystack; beside its standard error stands Wilson's 95 % interval, as 0 of 16 has no
-error. Writes companion/quality/results/recall_position.json after each haystack and goes on where it stopped.
+error. Writes companion/study/results/recall_position.json after each haystack and goes on where it stopped.
 About fifteen minutes on one core with 8 haystacks, the default.
 """
 
@@ -22,11 +22,12 @@ import sys
 import torch
 
 from companion.caches import make_cache
+from companion.machine import describe
 from companion.model import load
-from companion.quality import frozen, haystack, recall, store
-from companion.quality.samples import clustered, estimate, paired
+from companion.stats import clustered, estimate, paired
+from companion.study import facts as frozen
+from companion.study import haystack, recall, store
 
-from .machine import describe
 from .resume import resumed
 
 NEEDLES, CHUNK, EVICTING_STEP = 8, 256, 64

@@ -2,11 +2,11 @@
 
     python -m benchmarks.recall_trained [--seeds N] [--threads N] [--smoke]
 
-Trains every variant of companion.quality.nets with every seed by one recipe, to convergence or to the end
+Trains every variant of companion.study.nets with every seed by one recipe, to convergence or to the end
 of the budget of steps, and reads each net with its cache in fewer bits and with more pairs than in its
 training. A head count that did not converge is tried again from the trained kv8 of its seed, heads
 averaged: was it too little room, or too little training? Prints a table; stores
-companion/quality/results/recall_trained.json after every net, and the weights of two nets beside it.
+companion/study/results/recall_trained.json after every net, and the weights of two nets beside it.
 --smoke: tiny, in seconds, stores nothing.
 """
 
@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 
 from companion.cost import kv_bytes_per_token
-from companion.quality import store
-from companion.quality.nets import (
+from companion.machine import describe
+from companion.study import store
+from companion.study.nets import (
     CODECS,
     KEYS,
     VALUES,
@@ -34,7 +35,6 @@ from companion.quality.nets import (
     save_nets,
 )
 
-from .machine import describe
 from .recall_nets import TEST_SEED, Recipe, held_out, pooled, train
 
 RECIPE = Recipe()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from companion.quality import stored
+from companion.study import stored
 
 
 def resumed(name: str, head: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ import torch
 
 from companion.cost.speculative import expected_tokens
 from companion.generate import Adaptive, NgramDraft, generate, measure_pass_cost, speculate
+from companion.machine import describe
 from companion.model import load
 
-from .machine import arguments, describe, spread
+from .machine import arguments, spread
 
 LONGEST = 8  # guesses per pass, at most
 TOKENS = 64  # new tokens per text

@@ -10,7 +10,7 @@ first over 4,096 tokens, then a few of them over 12,288, where the model was mad
 
 Samples are chunks of 256 tokens. Those before token 1,024 are reported, but not averaged: there the windows
 are not full, or have only just become so. A difference to the full cache is taken chunk by chunk.
-Writes companion/quality/results/streaming.json after each setting; a setting that is there already, measured
+Writes companion/study/results/streaming.json after each setting; a setting that is there already, measured
 with the same options on the same text, is kept unless named by --only. About eleven minutes on one core.
 """
 
@@ -21,11 +21,12 @@ import time
 import torch
 
 from companion.caches import make_cache
+from companion.machine import describe
 from companion.model import load
-from companion.quality import frozen, store, text
-from companion.quality.samples import estimate, paired
+from companion.stats import estimate, paired
+from companion.study import facts as frozen
+from companion.study import store, text
 
-from .machine import describe
 from .resume import resumed
 
 TOKENS, LONG, CHUNK, FIRST = 4096, 12288, 256, 1024

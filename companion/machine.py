@@ -1,16 +1,58 @@
-"""The machine that a result was taken on."""
+"""The machine that a result was taken on: processor, GPU, versions. Torch is imported only by what needs it."""
 
 import importlib.util
+import os
 import platform
+import re
 import subprocess
-
-import torch
+import sys
+from pathlib import Path
+from typing import Any
 
 UNKNOWN = "unknown"
 
 
-def describe(device: torch.device | None) -> dict:
-    """Name, capability, sizes and versions; None: no GPU, a dry run. ValueError if torch can use no GPU."""
+def processor() -> str:
+    """The processor's name as the system gives it, else the kind of machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        if found := re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.M):
+            return " ".join(found.group(1).split())
+    elif sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+        if said.stdout.strip():
+            return said.stdout.strip()
+    return platform.machine()
+
+
+def load() -> float | None:
+    """Processes that wanted to run in the last minute, on average; None where the system doesn't say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, Python, the load before the run; with torch installed, its threads and version."""
+    found = {"processor": processor(), "cores": os.cpu_count()}
+    python = {"python": platform.python_version()}
+    if importlib.util.find_spec("torch") is None:
+        return found | python | {"load_before": load()}
+    import torch
+
+    threads = {
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    return found | threads | python | {"torch": torch.__version__, "load_before": load()}
+
+
+def describe_gpu(device) -> dict[str, Any]:
+    """Name, capability, sizes and versions; None: no GPU, a dry run.
+
+    device: a torch.device. Raises ValueError where torch can use no GPU, or Triton is not installed.
+    """
+    import torch
+
     found = {
         "name": "no GPU: Triton's interpreter",
         "capability": [],

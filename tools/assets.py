@@ -35,7 +35,8 @@ PACKED = (
     "cost/*.py",
     "cost/data/*.json",
     "paging/*.py",
-    *(f"engine/{name}.py" for name in ("__init__", "page", "records", "scheduler", "simulation")),
+    "serving/*.py",
+    "live/*.py",
 )
 
 

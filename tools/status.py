@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import subprocess
 import sys
 from collections import Counter
 from datetime import UTC, datetime
@@ -76,22 +75,9 @@ def device() -> str:
 
         if torch.cuda.is_available():
             return torch.cuda.get_device_name()
+    from companion.machine import processor
+
     return processor()
-
-
-def processor() -> str:
-    """The processor's name as the system gives it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        if found := re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.M):
-            return " ".join(found.group(1).split())
-    elif sys.platform == "darwin":
-        said = subprocess.run(
-            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
-        )
-        if said.stdout.strip():
-            return said.stdout.strip()
-    return platform.machine()
 
 
 def _version(package: str) -> str | None:

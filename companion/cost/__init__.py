@@ -43,7 +43,6 @@ from .memory import (
     weight_bytes,
     weight_bytes_read,
 )
-from .page import live
 from .pages import Pages
 from .registry import UnknownName, hardware, models
 from .routing import RoutingSpec
@@ -105,7 +104,6 @@ __all__ = [
     "kv_growth_per_token",
     "levers",
     "linear_state_bytes",
-    "live",
     "matmul_parameters",
     "models",
     "on_wire",

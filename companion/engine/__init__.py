@@ -1,22 +1,17 @@
 """What a server does with the cache: many requests on one model and one pool of blocks.
 
-    scheduler   who computes what in the next step; standard library only
-    simulation  the same scheduler with a clock that a cost model turns: what to expect before it is measured
     packed      all tokens of a step in one pass, without padding
     forward     the model's part of a step: logits and the tokens chosen from them
     engine      requests in, tokens out
-    page        the simulation for a page in a browser
 
-What needs torch loads when first used: the scheduler and the simulation do without.
+What an engine decides without tensors, the scheduler and its simulation, is `companion.serving`; its names
+are here too. What needs torch loads when first used.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-from .page import live
-from .records import Part, Step
-from .scheduler import Chunk, Plan, Refused, Scheduler
-from .simulation import Arrival, Timeline, roofline, simulate
+from ..serving import Arrival, Chunk, Part, Plan, Refused, Scheduler, Step, Timeline, roofline, simulate
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -35,7 +30,6 @@ __all__ = [
     "Scheduler",
     "Step",
     "Timeline",
-    "live",
     "roofline",
     "simulate",
 ]

@@ -19,11 +19,11 @@ from ..generate import Sampler, TextStream, greedy
 from ..generate.loop import _prompts, _record, _tell
 from ..generate.text import Decodes
 from ..model import Decoder
+from ..serving.records import Part, Step
+from ..serving.scheduler import Job, Scheduler
 from .forward import choose, compute
 from .packed import Workspace
-from .records import Part, Step
 from .request import Completion, Event, Request
-from .scheduler import Job, Scheduler
 
 Sample = Callable[[Any], Any]  # logits (B, V) -> ids (B,)
 

@@ -14,8 +14,8 @@ from ..caches.paged import PagedStorage
 from ..generate import greedy
 from ..generate.sampling import check_logits
 from ..model import Decoder
+from ..serving.scheduler import Chunk
 from .packed import PackedStep, Span, Workspace
-from .scheduler import Chunk
 
 Sample = Callable[[Any], Any]  # logits (B, V) -> ids (B,)
 

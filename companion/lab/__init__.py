@@ -11,23 +11,17 @@ model on this machine is measured.
 import importlib
 from typing import TYPE_CHECKING
 
-# Functions that share their file's name: loaded at once, so that neither hides the other.
-from .report import report
-from .sweep import sweep
-from .verdict import verdict
-
 if TYPE_CHECKING:
     from .answers import Answer, Fault
     from .client import Endpoint
     from .fit import Estimate, line, mean, parabola, ratio
     from .local import DecoderTarget, TransformersTarget, Variant
-    from .points import Point, Run, batch_points, context_points, pair_points, prefix_points, shuffled
-    from .predict import Shape
+    from .points import Point, Run, Shape, batch_points, context_points, pair_points, prefix_points, shuffled
     from .probes import Probe, Stopwatch, hardware_from, probe
     from .remote import EndpointTarget
-    from .report import write_report
-    from .store import Study
-    from .verdict import Verdict
+    from .reports import write_report
+    from .studies import Study
+    from .verdicts import Verdict
 
 _HOMES = {
     "Answer": "answers",
@@ -39,12 +33,12 @@ _HOMES = {
     "Point": "points",
     "Probe": "probes",
     "Run": "points",
-    "Shape": "predict",
+    "Shape": "points",
     "Stopwatch": "probes",
-    "Study": "store",
+    "Study": "studies",
     "TransformersTarget": "local",
     "Variant": "local",
-    "Verdict": "verdict",
+    "Verdict": "verdicts",
     "batch_points": "points",
     "context_points": "points",
     "hardware_from": "probes",
@@ -55,8 +49,11 @@ _HOMES = {
     "prefix_points": "points",
     "probe": "probes",
     "ratio": "fit",
+    "report": "reports",
     "shuffled": "points",
-    "write_report": "report",
+    "sweep": "studies",
+    "verdict": "verdicts",
+    "write_report": "reports",
 }
 
 __all__ = [

@@ -15,11 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Lock
 
 from ..cost.registry import near_names
-from .answers import HOPELESS, LATER, Answer, Fault
-from .clock import Clock, SystemClock
-from .messages import address, said, seconds_to_wait
-from .reading import read_body, read_stream
-from .transport import HTTPTransport, Reply, Transport, TransportError
+from .answers import HOPELESS, LATER, Answer, Fault, read_body, read_stream
+from .transport import (
+    Clock,
+    HTTPTransport,
+    Reply,
+    SystemClock,
+    Transport,
+    TransportError,
+    address,
+    said,
+    seconds_to_wait,
+)
 
 KEY = "OPENAI_API_KEY"  # the environment variable that holds the key
 PATHS = {"chat": "/chat/completions", "completions": "/completions"}

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from .. import machine as this_machine
 from .client import KEY, PATHS
-from .points import Point, Run
-from .report import write_report
-from .settings import LOCAL, REMOTE, Sizes, chosen, plan
-from .store import Study, read
-from .sweep import sweep
+from .points import LOCAL, REMOTE, Point, Run, Sizes, chosen, plan
+from .reports import write_report
+from .studies import Study, read, sweep
 from .targets import targets_of
 
 EXAMPLES = """examples:
@@ -123,15 +122,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def machine() -> dict:
-    """What the numbers were taken on."""
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            name = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    return {"processor": name, "cores": os.cpu_count(), "python": platform.python_version(), "load": load}
+    """What the numbers were taken on; without torch, which an endpoint's client may do without."""
+    load = this_machine.load()
+    return {
+        "processor": this_machine.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load": None if load is None else round(load, 2),
+    }
 
 
 def _settings(args: argparse.Namespace) -> dict:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from .fit import Fit, line, mean, parabola, ratio
-from .verdict import Verdict, verdict
+from .verdicts import Verdict, verdict
 
 FACTOR = 2.0  # a bound from bandwidth and peak is called right up to this many times the time
 BELOW = 0.8  # and not below this: what is faster than a bound shows that the bound is wrong

@@ -9,7 +9,8 @@ scatter to all contexts instead of a slope, and a run's own number is the median
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+
+from ..stats import t_quantile
 
 CONFIDENCE = 0.95
 
@@ -177,42 +178,3 @@ def _back_substitute(R: list[list[float]], b: list[float]) -> list[float]:
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return math.fsum(p * q for p, q in zip(a, b))
-
-
-@lru_cache(maxsize=4096)
-def t_quantile(p: float, degrees: int) -> float:
-    """The point below which Student's t with `degrees` of freedom lies with probability p, 0.5 <= p < 1."""
-    if degrees < 1 or not 0.5 <= p < 1:
-        raise ValueError(f"t_quantile: need p in [0.5, 1) and degrees of at least 1, got {p!r}, {degrees!r}")
-    low, high = 0.0, 1.0
-    while _t_cdf(high, degrees) < p:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_cdf(middle, degrees) < p else (low, middle)
-    return high
-
-
-def _t_cdf(t: float, degrees: int) -> float:
-    return 1 - _beta(degrees / (degrees + t * t), degrees / 2, 0.5) / 2
-
-
-def _beta(x: float, a: float, b: float) -> float:
-    """The regularized incomplete beta function, by Lentz's continued fraction."""
-    if x in (0.0, 1.0):
-        return x
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _beta(1 - x, b, a)
-    log = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
-    total = d
-    for m in range(1, 10_000):
-        for step in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d, c = 1 / (1 + step * d), 1 + step / c
-            total *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return math.exp(log) * total / a

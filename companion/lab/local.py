@@ -3,17 +3,17 @@
 import inspect
 import random
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..caches import Cache, make_cache
-from ..cost import ModelSpec, matmul_parameters
+from ..cost import ModelSpec, matmul_parameters, models
 from ..cost.dtypes import dtype_name
 from ..model import Decoder
-from .points import Point, Run
-from .predict import SUFFIX, Shape
+from ..parallel.weights import RandomWeights
+from .points import SUFFIX, Point, Run, Shape
 from .probes import Stopwatch
 
 
@@ -213,3 +213,31 @@ def _fill(cache: Cache, tokens: int) -> None:
             keys = torch.randn(cache.batch, heads, n, width, **make)
             values = None if spec.mla else torch.randn(cache.batch, heads, n, spec.v_head_dim, **make)
             cache.append(layer, keys, values)
+
+
+FAMILIES = ("llama", "mixtral")
+
+
+def random_decoder(
+    spec: ModelSpec, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+) -> Decoder:
+    """A decoder of this shape, of the Llama or the Mixtral family. Raises ValueError for another."""
+    if spec.architecture not in FAMILIES:
+        raise ValueError(f"random weights for {spec.architecture}: accepted are {', '.join(FAMILIES)}")
+    return Decoder(spec, RandomWeights(spec, seed, dtype=dtype, device=device)).eval()
+
+
+def with_heads(spec: ModelSpec, kv_heads: int) -> ModelSpec:
+    """The same model with another number of key-value heads."""
+    return replace(spec, name=f"{spec.name}, {kv_heads} key heads", kv_heads=kv_heads)
+
+
+def as_mixture(spec: ModelSpec, experts: int, top_k: int) -> ModelSpec:
+    """A mixture with as many parameters active per token: an expert has 1 / top_k of the width.
+
+    Raises ValueError if top_k does not divide the feed-forward width.
+    """
+    if spec.ffn % top_k:
+        raise ValueError(f"top_k={top_k} does not divide the feed-forward width {spec.ffn}")
+    moe = replace(models["mixtral-8x7b"].moe, experts=experts, top_k=top_k, ffn=spec.ffn // top_k)
+    return replace(spec, name=f"{spec.name}, {experts} experts", architecture="mixtral", moe=moe)

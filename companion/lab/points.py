@@ -4,6 +4,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from ..cost import HardwareSpec, ModelSpec, decode_step, prefill
+
 
 @dataclass(frozen=True)
 class Point:
@@ -100,3 +102,149 @@ def pair_points(
         for b in batches
         for v in variants
     ]
+
+
+REMOTE = ("context", "batch", "prefix")
+LOCAL = (*REMOTE, "kv", "weights", "heads", "moe")
+PAIRS = {
+    "kv": ("full", "int8"), "weights": ("full", "int8"), "heads": ("grouped", "full heads"),
+    "moe": ("dense", "mixture"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """contexts, batches: for the sweeps against them. short: the context of the batch sweep, long: of the
+    others. prompt_limit: contexts beyond it are filled instead of read; None reads all."""
+
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    short: int
+    long: int
+    prompt_limit: int | None
+    pair_batches: tuple[int, ...] = (1, 8)
+
+    def within(self, limit: int | None, new_tokens: int) -> "Sizes":
+        """The same, with the contexts that a model of this limit takes; at least one is left."""
+        if limit is None:
+            return self
+        most = max(1, limit - new_tokens)
+        contexts = tuple(n for n in self.contexts if n <= most) or (most,)
+        long, short = min(self.long, most), min(self.short, most)
+        return Sizes(contexts, self.batches, short, long, self.prompt_limit, self.pair_batches)
+
+
+CPU = Sizes((64, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16), 64, 1024, prompt_limit=1024)
+READ = Sizes((64, 256, 512, 1024), (1, 2, 4, 8, 16), 64, 1024, prompt_limit=None)  # a CPU that fills none
+GPU = Sizes((256, 1024, 2048, 4096, 8192, 16384), (1, 4, 16, 64, 128, 256), 128, 4096, prompt_limit=None)
+SERVER = Sizes((128, 256, 512, 1024, 1536), (1, 2, 4, 8), 64, 1024, prompt_limit=None)
+
+
+def plan(sweep: str, sizes: Sizes, *, rounds: int, new_tokens: int, seed: int) -> list[Point]:
+    """The points of one sweep, in the order in which they are taken."""
+    if sweep == "context":
+        points = context_points(sizes.contexts, new_tokens=new_tokens, prompt_limit=sizes.prompt_limit)
+    elif sweep == "batch":
+        points = batch_points(sizes.batches, context=sizes.short, new_tokens=new_tokens)
+    elif sweep == "prefix":
+        points = prefix_points(sizes.long, new_tokens=new_tokens)
+    else:
+        long, short = sizes.long, sizes.short
+        both = sorted({short, long})  # what is saved on weights is the less of a step the more is cached
+        contexts = {"kv": [long], "weights": both, "heads": [long], "moe": [short]}[sweep]
+        batches = (1,) if sweep == "kv" else sizes.pair_batches
+        points = pair_points(sweep, PAIRS[sweep], contexts, batches, new_tokens=new_tokens)
+    return shuffled(points, rounds, seed)
+
+
+def chosen(asked: str | None, known: Sequence[str]) -> list[str]:
+    """Names between commas, in the order known. Raises ValueError for one that is not."""
+    names = [n.strip() for n in asked.split(",") if n.strip()] if asked else ["context", "batch"]
+    if "all" in names:
+        names = list(known)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"sweeps: {name!r} is none here; accepted: {', '.join(known)}, all")
+    if not names:
+        raise ValueError(f"sweeps: none named in {asked!r}; accepted: {', '.join(known)}, all")
+    return [n for n in known if n in names]
+
+
+_WORDS = (
+    "water stone light house river garden window table summer winter morning evening road field letter "
+    "music paper silver island harbour village mountain forest bridge market kitchen doctor teacher farmer "
+    "sailor walk open carry follow remember listen build begin small large quiet early heavy narrow warm"
+).split()
+ASK = "\n\nWrite a long story in which these words appear. Begin at once."
+
+
+def prompt(words: int, seed: str) -> str:
+    """About `words` words after a number that is this seed's own. The same seed gives the same prompt."""
+    order = random.Random(seed)
+    first = f"{order.getrandbits(64):016x}"
+    return " ".join([first, *(order.choice(_WORDS) for _ in range(words))]) + ASK
+
+
+def other_ending(text: str, seed: str) -> str:
+    """The same prompt up to its last words."""
+    return f"{text} The first name in it is {prompt(2, seed).split()[1]}."
+
+
+SUFFIX = 16  # tokens of a warm prompt that no cache knows
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as the cost model sees it: its spec, and the formats of weights, cache and products."""
+
+    spec: ModelSpec
+    weight_dtype: str | float = "bf16"  # or bits per value
+    kv_dtype: str | float = "bf16"
+    compute_dtype: str | None = None
+
+    def to_dict(self) -> dict:
+        formats = asdict(self) | {"model": self.spec.name}
+        del formats["spec"]
+        return formats
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds and tokens per second; lower bounds of the time, from bandwidth and peak alone."""
+
+    ttft_s: float | None
+    itl_s: float
+    tokens_per_second: float
+    bound_by: str
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def predict(point: Point, shape: Shape, hardware: HardwareSpec) -> Prediction:
+    """The time of the first token and of a step in the middle of those that are timed."""
+    formats = {"weight_dtype": shape.weight_dtype, "kv_dtype": shape.kv_dtype}
+    formats["compute_dtype"] = shape.compute_dtype
+    middle = point.context + (point.new_tokens + 1) // 2
+    step = decode_step(shape.spec, hardware, point.batch, middle, **formats)
+    ttft = None
+    if point.prompt:
+        cached = max(0, point.context - SUFFIX) if point.variant == "warm" else 0
+        new = point.context - cached
+        ttft = prefill(shape.spec, hardware, new, cached=cached, batch=point.batch, **formats).seconds
+    return Prediction(ttft, step.seconds, step.tokens_per_second, step.bound_by)
+
+
+def predict_all(
+    points: Sequence[Point], shapes: dict[str, Shape], hardware: HardwareSpec | None
+) -> dict[str, dict]:
+    """A prediction for each group of points; none where neither model nor device is known.
+
+    shapes: by variant, "base" for those that have none of their own.
+    """
+    found = {}
+    for point in points:
+        shape = shapes.get(point.variant, shapes.get("base"))
+        if hardware is not None and shape is not None:
+            found[point.group] = predict(point, shape, hardware).to_dict()
+    return found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from ..cost import HardwareSpec
-from .clock import Clock, SystemClock
+from .transport import Clock, SystemClock
 
 SIZES = tuple(2**i for i in range(20, 29))  # bytes: 1 MiB to 256 MiB
 LARGE = tuple(2**i for i in range(24, 33))  # on a GPU, whose caches hold up to 256 MB

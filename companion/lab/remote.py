@@ -4,9 +4,7 @@ import statistics
 
 from .answers import Answer
 from .client import Endpoint
-from .points import Point, Run
-from .predict import Shape
-from .prompts import other_ending, prompt
+from .points import Point, Run, Shape, other_ending, prompt
 
 MEANT = 64  # tokens that a chat's template has in common with every other; more of a cold prompt is a cache's
 

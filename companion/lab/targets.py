@@ -11,11 +11,9 @@ from ..cost.command import find_model
 from ..cost.dtypes import bits_per_value
 from ..cost.registry import near_names, resolve_hardware
 from .client import Endpoint
-from .predict import Shape
+from .points import CPU, GPU, READ, SERVER, Shape, Sizes
 from .remote import EndpointTarget
-from .settings import CPU, GPU, READ, SERVER, Sizes
-from .store import Study
-from .sweep import Target
+from .studies import Study, Target
 
 TRIES = 3  # of the probes, on a machine that is disturbed
 Targets = tuple[Callable[[str], Target], Sizes, HardwareSpec | None]
@@ -68,7 +66,7 @@ def _local(args: argparse.Namespace, study: Study) -> Targets:
 
 def _transformers(args: argparse.Namespace, study: Study) -> Targets:
     from .local import TransformersTarget
-    from .pretrained import pretrained
+    from .variants import pretrained
 
     model, shape = pretrained(args.transformers, dtype=_dtype(args), device=args.device)
     target = TransformersTarget(model, shape)

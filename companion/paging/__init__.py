@@ -10,7 +10,6 @@ Nothing here holds a key or a value, so the same allocator serves any storage, a
 
 from .errors import BrokenInvariant, PoolFull
 from .manager import BlockManager, PagedSequence, Usage
-from .page import live
 from .pool import BlockPool
 from .prefix import ROOT, PrefixIndex, block_digest
 from .table import BlockTable, blocks_needed, to_csr
@@ -27,6 +26,5 @@ __all__ = [
     "Usage",
     "block_digest",
     "blocks_needed",
-    "live",
     "to_csr",
 ]

@@ -1,11 +1,8 @@
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:  # tools/ is not part of the package
-    sys.path.insert(0, str(ROOT))
 
 
 @pytest.fixture(scope="session")

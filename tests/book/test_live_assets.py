@@ -107,11 +107,12 @@ import sys
 sys.path[:] = [p for p in sys.path if not p.endswith("site-packages")]
 sys.path.insert(0, {folder!r})
 sys.modules.update(torch=None, triton=None, numpy=None, matplotlib=None)
-import companion.cost, companion.paging, companion.engine
-print(companion.cost.live('{{"op": "size", "model": "gpt-oss-20b", "hardware": "l4", "experts": "mxfp4"}}'))
-print(companion.paging.live('{{"num_blocks": 4, "block_size": 2, "actions": []}}'))
+import companion.live.cost, companion.live.paging, companion.live.serving
+size = '{{"op": "size", "model": "gpt-oss-20b", "hardware": "l4", "experts": "mxfp4"}}'
+print(companion.live.cost.live(size))
+print(companion.live.paging.live('{{"num_blocks": 4, "block_size": 2, "actions": []}}'))
 cost = '{{"model": "phi-4", "hardware": "t4"}}'
-print(companion.engine.live('{{"num_blocks": 8, "requests": [], "cost": ' + cost + "}}"))
+print(companion.live.serving.live('{{"num_blocks": 8, "requests": [], "cost": ' + cost + "}}"))
 assert all(m.__file__.startswith({folder!r}) for n, m in sys.modules.items() if n.startswith("companion"))
 """
 
@@ -135,7 +136,7 @@ def test_the_package_is_packed_the_same_every_time(tmp_path):
             copy.chmod(0o600)
     assert assets.pack(tmp_path) == first
     names = zipfile.ZipFile(io.BytesIO(first)).namelist()
-    assert "companion/cost/data/models.json" in names and "companion/engine/simulation.py" in names
+    assert "companion/cost/data/models.json" in names and "companion/serving/simulation.py" in names
     assert not any("kernels" in n or "torch" in n or "engine/engine.py" in n for n in names)
 
 

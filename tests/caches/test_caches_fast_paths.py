@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_caches_edges import rand, spec
 
 from companion.attention import sdpa
 from companion.caches import make_cache
 from companion.caches.attend import decode_packed, reads_ahead
 from companion.cost import MLASpec, models
+from tests.caches.test_caches_edges import rand, spec
 
 # --- the fast paths against kernels and the other form of the mathematics -------------------------
 

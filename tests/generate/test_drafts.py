@@ -6,7 +6,6 @@ import torch
 from drafters import mixed, right, wrong
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_speculative import DTYPE, PROMPT, V, head_for
 
 from companion.caches import make_cache
 from companion.generate import (
@@ -23,6 +22,7 @@ from companion.generate import (
     probabilities,
     speculate,
 )
+from tests.generate.test_speculative import DTYPE, PROMPT, V, head_for
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
-from test_loop import PROMPTS, Letters, V, cache_for
 
 from companion.generate import Sampler, generate
+from tests.generate.test_loop import PROMPTS, Letters, V, cache_for
 
 
 @pytest.fixture

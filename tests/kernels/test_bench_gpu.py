@@ -23,7 +23,7 @@ from companion.kernels.bench import report as bench_report
 from companion.kernels.bench import runs as bench_runs
 from companion.kernels.bench.timer import WARM_UPS, ClockTimer, EventTimer, Timing
 from companion.kernels.moe.reference import fused_moe_reference
-from companion.machine import describe
+from companion.machine import describe_gpu
 
 
 def counting(step=0.5):
@@ -516,7 +516,7 @@ def test_a_result_of_another_form_is_refused(dry, path, value, says):
 
 
 def test_the_machine_of_a_dry_run_is_none():
-    found = describe(None)
+    found = describe_gpu(None)
     assert found["capability"] == [] and found["cores"] == 0 and found["torch"] == torch.__version__
     head = bench_report.head(found, True)
     assert head[0].startswith("dry run") and "capability none" in head[1]

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_inputs import ABSURD, check, make
-from test_dispatch import OPTIONS, spec
 
 from companion.attention import sdpa
 from companion.caches import dispatch, make_cache
@@ -24,6 +23,7 @@ from companion.kernels.cpu import attention as cpu_numba
 from companion.kernels.cpu import loops as cpu_loops
 from companion.kernels.cpu import loops as cpu_step
 from companion.kernels.cpu import pool as cpu_threads
+from tests.kernels.test_caches_by_kernel import OPTIONS, spec
 
 TILE = cpu_attention.TILE
 plain = inspect.unwrap(decode_on_cpu)  # without the run-time types that the tests add, which speak first

@@ -12,9 +12,9 @@ from scripted import ScriptedClock, ScriptedTransport, refusal
 
 from companion.cost import decode_step
 from companion.lab import command, variants
+from companion.lab.points import CPU, GPU, LOCAL, SERVER, chosen, plan
 from companion.lab.probes import Probe
-from companion.lab.settings import CPU, GPU, LOCAL, SERVER, chosen, plan
-from companion.lab.store import read
+from companion.lab.studies import read
 from companion.lab.targets import peak_bandwidth
 
 

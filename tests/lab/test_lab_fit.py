@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from companion.lab.fit import least_squares, line, mean, parabola, ratio, t_quantile
+from companion.lab.fit import least_squares, line, mean, parabola, ratio
+from companion.stats import t_quantile
 
 SIMULATIONS = 2000
 

@@ -5,16 +5,31 @@ import torch
 from scripted import ScriptedClock
 
 from companion.cost import HardwareSpec, ModelSpec, active_parameters, decode_step, parameters
-from companion.lab.local import DecoderTarget, TransformersTarget, Variant
-from companion.lab.points import Point, batch_points, context_points, pair_points, prefix_points, shuffled
-from companion.lab.predict import SUFFIX, Shape
+from companion.lab.local import (
+    DecoderTarget,
+    TransformersTarget,
+    Variant,
+    as_mixture,
+    random_decoder,
+    with_heads,
+)
+from companion.lab.points import (
+    PAIRS,
+    SUFFIX,
+    Point,
+    Shape,
+    Sizes,
+    batch_points,
+    context_points,
+    pair_points,
+    plan,
+    prefix_points,
+    shuffled,
+)
 from companion.lab.probes import Stopwatch
-from companion.lab.random_weights import as_mixture, random_decoder, with_heads
-from companion.lab.settings import PAIRS, Sizes, plan
-from companion.lab.store import Study
-from companion.lab.sweep import sweep
+from companion.lab.studies import Study, sweep
 from companion.lab.variants import targets_here
-from companion.lab.verdict import HOLDS
+from companion.lab.verdicts import HOLDS
 
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,

@@ -10,9 +10,8 @@ from made_up import HERE, MadeUpTarget
 
 from companion.lab.charts import chart, ticks
 from companion.lab.points import batch_points, context_points, shuffled
-from companion.lab.report import report, write_report
-from companion.lab.store import Study, read
-from companion.lab.sweep import sweep
+from companion.lab.reports import report, write_report
+from companion.lab.studies import Study, read, sweep
 
 VOID = {"meta", "br"}
 
@@ -80,7 +79,7 @@ def test_every_run_is_a_dot_and_every_prediction_a_line(study):
 def test_the_fitted_line_goes_where_the_fit_says(study, monkeypatch):
     """It begins and ends where something was measured, and passes through the curve in the chart's unit."""
     drawn = []
-    page = importlib.import_module("companion.lab.report")
+    page = importlib.import_module("companion.lab.reports")
     monkeypatch.setattr(page, "chart", lambda *given: drawn.append(given[-1]) or chart(*given))
     charts = BeautifulSoup(report(study), "html.parser").find_all("svg")
     assert [len(c.select("path.fitted")) for c in charts] == [1, 1, 0]  # no curve is fitted to throughput

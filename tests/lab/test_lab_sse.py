@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from companion.lab.sse import EventStream, EventTooLong
+from companion.lab.transport import EventStream, EventTooLong
 
 STREAM = (
     'data: {"a": "häß 😀"}\n\n: a comment\n\nevent: x\r\ndata: two\r\ndata: lines\r\n\r\n'

@@ -10,17 +10,17 @@ from companion.lab.answers import Answer
 from companion.lab.points import (
     Point,
     Run,
+    Shape,
     batch_points,
     context_points,
     pair_points,
+    predict,
     prefix_points,
     shuffled,
 )
-from companion.lab.predict import Shape, predict
 from companion.lab.remote import EndpointTarget, together
-from companion.lab.store import Study, read
-from companion.lab.sweep import sweep
-from companion.lab.verdict import FAILS, HOLDS, UNTOLD
+from companion.lab.studies import Study, read, sweep
+from companion.lab.verdicts import FAILS, HOLDS, UNTOLD
 
 CONTEXTS = (64, 256, 1024, 2048, 4096)
 SETTINGS = {"seed": 1}

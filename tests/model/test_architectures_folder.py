@@ -10,11 +10,11 @@ import torch
 from architectures import TINY, TOLERANCE, ids, tiny
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_folder import backend
 
 from companion.cost import ModelSpec
 from companion.model import Decoder, from_transformers, load
 from companion.model.load import SafeTensors
+from tests.model.test_folder import backend
 
 X = ids(2, 12)
 SPARSE = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe"]

@@ -6,12 +6,12 @@ import jaxtyping
 import pytest
 import torch
 import transformers
-from test_decoder import VARIANTS, cache_for, ids
 from tinymodels import tiny
 
 from companion.caches import make_cache
 from companion.cost import ModelSpec
 from companion.model import Decoder, from_transformers, right_padded
+from tests.model.test_decoder import VARIANTS, cache_for, ids
 
 
 @pytest.fixture(scope="module")

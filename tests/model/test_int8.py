@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import TINY, TOLERANCE, ids, tiny
-from test_architectures_caches import EXACT, FITS, logits_over
 
 from companion.caches import make_cache
 from companion.cost import ModelSpec, parameters, weight_bytes
 from companion.model import Decoder, from_transformers, int8, load, quantize_weights
 from companion.model.int8 import PACKED_ROWS, Int8Matrix, packed
-from companion.quality import compare, text
+from companion.study import compare, text
+from tests.model.test_architectures_caches import EXACT, FITS, logits_over
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EPS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}

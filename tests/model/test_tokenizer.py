@@ -8,12 +8,12 @@ import regex
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_folder import backend
 from tinymodels import MERGES, byte_tokens
 
 from companion.model import Tokenizer
 from companion.model.fetch import smollm2 as path_of_smollm2
 from companion.model.gguf import GGUF
+from tests.model.test_folder import backend
 
 GPT2 = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 QUICK = settings(max_examples=150, deadline=None, database=None, derandomize=True)

@@ -1,14 +1,8 @@
 """Whole models, the ranks that share them, and what one process makes of the same tokens."""
 
-import sys
-from pathlib import Path
-
+import parallel_ranks
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "model"))  # the tiny architectures
-
-import parallel_ranks
 from architectures import tiny
 
 from companion.cost import ModelSpec

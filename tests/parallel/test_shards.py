@@ -4,12 +4,12 @@ import weakref
 
 import pytest
 import torch
-from conftest import DTYPES, EXPERT, TENSOR
 from parallel_ranks import STEPS, Silent
 
 from companion.cost import models, parallel_bytes, parameters, rank_parameters
 from companion.model import Decoder
 from companion.parallel import Group, RandomWeights, Slices, cache_nbytes, shard
+from tests.parallel.conftest import DTYPES, EXPERT, TENSOR
 
 TOKENS = [2 * n for n in (9, *STEPS)]  # two texts: all at once, then in steps
 BOTH = [(world, n) for world in ("four", "two") for n in TENSOR]

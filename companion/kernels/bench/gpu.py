@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from ...machine import describe
+from ...machine import describe_gpu
 from . import report
 from .cases import first_cases, judge, moe_cases, more_cases, tiny_decode, tiny_moe
 from .report import GPU_SECONDS
@@ -108,7 +108,7 @@ def bench_gpu(
     if not seconds > 0:
         raise ValueError(f"seconds={seconds!r}; need a number above 0")
     device = torch.device("cpu" if dry_run else "cuda")
-    machine = describe(None if dry_run else device)  # raises without a GPU
+    machine = describe_gpu(None if dry_run else device)  # raises without a GPU
     timer = timer or (ClockTimer() if dry_run else EventTimer(device))
     new = machine["capability"] == [] or machine["capability"] >= [8, 0]
     bench = Bench(device, timer, clock, seconds, say, ("bf16", "fp16") if new else ("fp16", None), dry_run)

@@ -206,7 +206,7 @@ export async function start({ host, call, state, save, ui }) {
 
   async function run() {
     const asked = { ...now };
-    result = await call("engine", {
+    result = await call("serving", {
       num_blocks: asked.blocks,
       block_size: asked.size,
       max_running: asked.running,
