@@ -1,4 +1,4 @@
-"""The machine that a result was taken on: processor, GPU, versions. Torch is imported only by what needs it."""
+"""The machine that a result was taken on: processor, GPU, versions. Torch is imported inside functions."""
 
 import importlib.util
 import os

@@ -182,7 +182,14 @@ def test_a_room_begins_with_its_names_and_every_name_has_one_anchor():
     assert len(anchors) == len(re.findall(r"^### ", text, re.M))
     assert len({a.replace("_", "-") for a in anchors}) == len(anchors)
     assert re.findall(r"\[`\w+`\]\(#([\w-]+)\)", text) == anchors
-    for name in ("cost-live", "paging-live", "engine-live", "moe-load", "moe-load-class", "kernels-use"):
+    for name in (
+        "live-cost-live",
+        "live-paging-live",
+        "live-serving-live",
+        "moe-load",
+        "moe-load-class",
+        "kernels-use",
+    ):
         assert name in anchors
 
 
@@ -280,4 +287,12 @@ def test_the_built_page_keeps_the_anchors_that_links_use(built):
     for page in sorted((ROOT / "book").glob("*.md")) + sorted((ROOT / "notebooks").glob("*.md")):
         used = re.findall(r"api\.(?:md|html)#([\w-]+)", page.read_text(encoding="utf-8"))
         assert {u.replace("_", "-") for u in used} <= ids
-    assert {"live", "load", "use", "cost-live", "engine-live", "moe-load-class", "figures-use"} <= ids
+    assert {
+        "live",
+        "load",
+        "use",
+        "live-cost-live",
+        "live-serving-live",
+        "moe-load-class",
+        "figures-use",
+    } <= ids

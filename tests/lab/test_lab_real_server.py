@@ -26,7 +26,12 @@ def server(tmp_path_factory):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     log = open(tmp_path_factory.mktemp("server") / "log", "w+")
-    program = [sys.executable, str(Path(__file__).parent / "llama_server.py"), str(smollm2()), str(port)]
+    program = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "helpers" / "llama_server.py"),
+        str(smollm2()),
+        str(port),
+    ]
     child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=log, text=True)
     killer = threading.Timer(2 * PATIENCE, child.kill)
     killer.start()

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..mode import triton_for
 
+__all__ = ["append"]
+
 FORMATS = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2")
 
 

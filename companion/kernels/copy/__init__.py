@@ -6,6 +6,8 @@ from torch import Tensor
 from ..aot.case import Case
 from ..mode import triton_for
 
+__all__ = ["copy", "copy_bytes"]
+
 BLOCK_BYTES = 16384  # of one program: 128 threads times eight loads of 16 bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
