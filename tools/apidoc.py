@@ -225,40 +225,34 @@ def call(node: ast.FunctionDef) -> str:
     kinds = [ast.unparse(d) for d in node.decorator_list]
     if any("property" in k for k in kinds):
         return node.name
-    return f"{node.name}({', '.join(_bare(node.args, skip_first='staticmethod' not in kinds))})"
-
-
-def _bare(args: ast.arguments, *, skip_first: bool) -> list[str]:
-    positional = [a.arg for a in args.posonlyargs + args.args]
-    values = [f"={ast.unparse(d)}" for d in args.defaults]
-    named = [a + d for a, d in zip(positional, [""] * (len(positional) - len(values)) + values)][skip_first:]
-    named += [f"*{args.vararg.arg}"] if args.vararg else ["*"] if args.kwonlyargs else []
-    named += [a.arg + (f"={ast.unparse(d)}" if d else "") for a, d in zip(args.kwonlyargs, args.kw_defaults)]
-    return named + ([f"**{args.kwarg.arg}"] if args.kwarg else [])
+    first = "staticmethod" not in kinds  # self, or the class
+    return f"{node.name}({', '.join(arguments(node.args, types=False)[first:])})"
 
 
 def signature(node: ast.FunctionDef) -> str:
     """`name(arguments) -> type`, one argument a line when it is long."""
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    short = f"{node.name}({ast.unparse(node.args)}){returns}"
+    pieces = arguments(node.args, types=True)
+    short = f"{node.name}({', '.join(pieces)}){returns}"
     if len(short) <= 88:
         return short
-    # one argument a line: cut at the commas that are outside of brackets and quotes
-    pieces, depth, quote, start, text = [], 0, "", 0, ast.unparse(node.args)
-    for i, c in enumerate(text):
-        if quote:
-            quote = "" if c == quote else quote
-        elif c in "'\"":
-            quote = c
-        elif c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-        elif c == "," and depth == 0:
-            pieces.append(text[start:i].strip())
-            start = i + 1
-    pieces.append(text[start:].strip())
     return f"{node.name}(\n" + "".join(f"    {p},\n" for p in pieces) + f"){returns}"
+
+
+def arguments(args: ast.arguments, *, types: bool) -> list[str]:
+    """`name: type=default` of each, with the `/` and `*` between them."""
+
+    def one(a: ast.arg, default: ast.expr | None = None) -> str:
+        kind = f": {ast.unparse(a.annotation)}" if types and a.annotation else ""
+        return a.arg + kind + (f"={ast.unparse(default)}" if default else "")
+
+    positional = args.posonlyargs + args.args
+    found = list(map(one, positional, [None] * (len(positional) - len(args.defaults)) + args.defaults))
+    if args.posonlyargs:
+        found.insert(len(args.posonlyargs), "/")
+    found += ["*" + one(args.vararg)] if args.vararg else ["*"] if args.kwonlyargs else []
+    found += map(one, args.kwonlyargs, args.kw_defaults)
+    return found + (["**" + one(args.kwarg)] if args.kwarg else [])
 
 
 def docs(node) -> str:

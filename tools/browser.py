@@ -1,40 +1,23 @@
-"""Look at a page in a real browser: Chromium, driven through its DevTools protocol.
+"""Look at a page in a real browser: the Chromium that the machine has, driven by Playwright.
 
-Uses the Chromium that the machine has and the websocket client of tornado, which Jupyter brings: nothing to
-install. `with Browser() as b: visit = b.visit(url, width=390, dark=True)`.
+    with Browser() as b:
+        visit = b.visit(url, width=390, dark=True)
+
+Nothing is downloaded: Playwright is told where the machine's Chromium is.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import shutil
-import subprocess
-import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tornado.websocket import websocket_connect
-
-from tools.devtools import Page, Visit
+from playwright import sync_api as playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-FLAGS = [
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--remote-debugging-port=0",
-]
+FLAGS = ["--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--hide-scrollbars"]
 
 # How every page is looked at: the width in pixels, and whether it is dark.
 SCREENS = {
@@ -50,8 +33,33 @@ def find() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+@dataclass
+class Visit:
+    """What the browser saw."""
+
+    url: str
+    errors: list[str] = field(default_factory=list)  # console errors, exceptions, failed requests
+    requests: list[str] = field(default_factory=list)
+    values: dict = field(default_factory=dict)  # results of the scripts
+
+    def watch(self, page: playwright.Page) -> None:
+        """Note what the page and its workers ask for and what goes wrong in them."""
+        page.on("request", lambda r: self.requests.append(r.url))
+        page.on("requestfailed", self._failed)
+        page.on("pageerror", lambda e: self.errors.append(f"{e.message}\n{e.stack or ''}"))
+        page.on("console", self._said)
+
+    def _failed(self, request: playwright.Request) -> None:
+        if request.failure != "net::ERR_ABORTED":  # the page itself gave it up
+            self.errors.append(f"a request failed: {request.failure} {request.url}")
+
+    def _said(self, message: playwright.ConsoleMessage) -> None:
+        if message.type == "error":
+            self.errors.append(f"console: {message.text} {message.location.get('url', '')}")
+
+
 class Browser:
-    """One headless Chromium; pages are visited one after the other."""
+    """One headless Chromium; pages are visited one after the other, with one cache."""
 
     def __init__(self, path: str | None = None, timeout: float = 60):
         self.path, self.timeout = path or find(), timeout
@@ -59,128 +67,84 @@ class Browser:
             raise FileNotFoundError(f"no Chromium: looked for {', '.join(NAMES)}")
 
     def __enter__(self) -> Browser:
-        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        command = [self.path, *FLAGS, f"--user-data-dir={self.folder.name}", "about:blank"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        port_file, end = Path(self.folder.name) / "DevToolsActivePort", time.monotonic() + self.timeout
-        while not (port_file.exists() and port_file.read_text().strip()):
-            if time.monotonic() > end or self.process.poll() is not None:
-                self.__exit__()
-                raise TimeoutError("Chromium did not start")
-            time.sleep(0.05)
-        self.port = int(port_file.read_text().split()[0])
+        self._driver = playwright.sync_playwright().start()
+        try:
+            chromium = self._driver.chromium.launch(
+                executable_path=self.path, args=FLAGS, timeout=1e3 * self.timeout
+            )
+            self._context = chromium.new_context()
+        except BaseException:
+            self._driver.stop()
+            raise
         return self
 
     def __exit__(self, *exc) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.folder.cleanup()
+        self._context.browser.close()
+        self._driver.stop()
 
-    def visit(
-        self,
-        url: str,
-        *,
-        width: int = 1280,
-        height: int = 900,
-        dark: bool = False,
-        scripts: dict[str, str] | None = None,
-        screenshot: str | Path | None = None,
-        whole_page: bool = True,
-    ) -> Visit:
-        """Load a page, wait until it is quiet, evaluate scripts (name: expression), take a picture."""
-        job = self._visit(url, width, height, dark, scripts or {}, screenshot, whole_page)
-        return asyncio.run(asyncio.wait_for(job, self.timeout))
+    def visit(self, url: str, *, scripts: dict[str, str] | None = None, screenshot=None, **how) -> Visit:
+        """Load a page, wait until it is quiet, evaluate scripts (name: expression), take a picture of it all.
+
+        how: `width`, `height` and `dark`, as `tab` takes them.
+        """
+        with self.tab(url, **how) as tab:
+            for name, script in (scripts or {}).items():
+                tab.visit.values[name] = tab.evaluate(script)
+            if screenshot:
+                tab.picture(screenshot)
+        return tab.visit
 
     @contextmanager
     def tab(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Tab]:
-        """A page that stays open: press keys, evaluate, wait, look. Each of these ends within `timeout`."""
-        with asyncio.Runner() as runner:
-            page = runner.run(asyncio.wait_for(self._open(url, width, height, dark), self.timeout))
-            try:
-                yield Tab(page, runner, self.timeout)
-                runner.run(page.call("Page.close"))
-            finally:
-                page.socket.close()
-
-    async def _visit(self, url, width, height, dark, scripts, screenshot, whole_page) -> Visit:
-        page = await self._open(url, width, height, dark)
+        """A page that stays open: press keys, evaluate, wait, look."""
+        page = self._context.new_page()
         try:
-            for name, script in scripts.items():
-                page.visit.values[name] = await page.evaluate(script)
-            if screenshot:
-                await page.picture(screenshot, width, height, whole_page)
-            await page.call("Page.close")
+            page.set_default_timeout(1e3 * self.timeout)
+            page.emulate_media(color_scheme="dark" if dark else "light")
+            tab = Tab(page, Visit(url))
+            tab.visit.watch(page)
+            tab.screen(width, height)
+            tab.goto(url)
+            yield tab
         finally:
-            page.socket.close()
-        return page.visit
-
-    async def _open(self, url, width, height, dark) -> Page:
-        new = urllib.request.Request(f"http://127.0.0.1:{self.port}/json/new?about:blank", method="PUT")
-        with urllib.request.urlopen(new, timeout=self.timeout) as reply:
-            target = json.load(reply)
-        socket = await websocket_connect(target["webSocketDebuggerUrl"], max_message_size=2**28)
-        page = Page(socket, Visit(url))
-        try:
-            for domain in ("Page", "Runtime", "Log", "Network"):
-                await page.call(f"{domain}.enable")
-            await page.call("Emulation.setFocusEmulationEnabled", enabled=True)
-            # Workers too: what they ask for and what goes wrong in them is otherwise not reported.
-            await page.call(
-                "Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=True, flatten=True
-            )
-            scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-            await page.call("Emulation.setEmulatedMedia", features=scheme)
-            await page.screen(width, height)
-            await page.call("Page.navigate", url=url)
-            await page.quiet()
-        except BaseException:
-            socket.close()
-            raise
-        return page
+            page.close()
 
 
 class Tab:
-    """A page that stays open, driven from outside of asyncio."""
+    """A page that stays open."""
 
-    def __init__(self, page: Page, runner: asyncio.Runner, timeout: float):
-        self._page, self._runner, self._timeout = page, runner, timeout
-        self.visit = page.visit
-
-    def _run(self, job):
-        return self._runner.run(asyncio.wait_for(job, self._timeout))
+    def __init__(self, page: playwright.Page, visit: Visit):
+        self.page, self.visit = page, visit
 
     def evaluate(self, expression: str):
         """The value of a JavaScript expression, awaited if it is a promise."""
-        return self._run(self._page.evaluate(expression))
+        return self.page.evaluate(expression)
 
     def press(self, *keys: str) -> None:
-        """Press and release keys, one after another: a name of KEYS or a single character."""
-        self._run(self._page.press(keys))
+        """Press and release keys, one after another: names such as `ArrowUp`, or single characters."""
+        for key in keys:
+            self.page.keyboard.press(key)
 
     def until(self, condition: str, patience: float | None = None) -> None:
         """Wait until a JavaScript expression is true; TimeoutError names it."""
+        limit = {} if patience is None else {"timeout": 1e3 * patience}
         try:
-            self._runner.run(asyncio.wait_for(self._page.until(condition), patience or self._timeout))
-        except TimeoutError:
+            self.page.wait_for_function(f"!!({condition})", polling=20, **limit)
+        except playwright.TimeoutError:
             raise TimeoutError(f"not true in time: {condition}; {self.visit.errors}") from None
 
     def call(self, method: str, **params) -> dict:
         """A command of the DevTools protocol."""
-        return self._run(self._page.call(method, **params))
+        return self.page.context.new_cdp_session(self.page).send(method, params)
 
     def goto(self, url: str) -> None:
-        """Another address in the same tab. One that differs after the # alone loads nothing."""
-        self._run(self._page.call("Page.navigate", url=url))
-        self._run(self._page.quiet())
+        """An address, until no request is open. One that differs after the # alone loads nothing."""
+        self.page.goto(url, wait_until="networkidle")
+        self.evaluate("window.MathJax?.startup?.promise?.then(() => true) ?? true")
 
     def screen(self, width: int, height: int = 900) -> None:
-        self._run(self._page.screen(width, height))
+        self.page.set_viewport_size({"width": width, "height": height})
 
-    def picture(
-        self, path: str | Path, width: int = 1280, height: int = 900, whole_page: bool = True
-    ) -> None:
-        self._run(self._page.picture(path, width, height, whole_page))
+    def picture(self, path: str | Path) -> None:
+        """The whole page as a PNG."""
+        self.page.screenshot(path=path, full_page=True)

@@ -109,7 +109,7 @@ def names_known(node, around, file):
     """Arguments, and of a class its fields, attributes and methods, those of its bases too; of a package
     its modules."""
     if isinstance(node, ast.Module):
-        return {p.stem for p in file.parent.glob("*.py")}
+        return {p.stem for p in file.parent.iterdir()}
     found, todo = set(), [node, around]
     while todo:
         if (scope := todo.pop()) is None:
