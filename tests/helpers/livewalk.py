@@ -26,7 +26,7 @@ class Walk:
     def start(self) -> Walk:
         """Tab from the link or control before the button to it, press Enter, wait for the first result."""
         self.tab.evaluate(f"""(() => {{
-            const shown = [...document.querySelectorAll({json.dumps(FOCUSABLE)})].filter(n => n.offsetParent);
+            const shown = [...document.querySelectorAll({json.dumps(FOCUSABLE)})].filter(n => n.checkVisibility());
             shown[shown.indexOf({self.root}.querySelector('.live-start')) - 1].focus();
         }})()""")
         self.tab.press("Tab")
@@ -51,7 +51,7 @@ class Walk:
         """Tab or Shift+Tab to a control, which must show that it has the focus."""
         here, there = self.tab.evaluate(f"""(() => {{
             const all = [...document.querySelectorAll({json.dumps(FOCUSABLE)})]
-                .filter(n => n.offsetParent);
+                .filter(n => n.checkVisibility());
             const at = (node) => all.indexOf(node);
             return [at(document.activeElement), at(document.getElementById({json.dumps(id)}))];
         }})()""")
