@@ -1,4 +1,4 @@
-"""What can go wrong in this room, and the check of a count that all its doors share."""
+"""What can go wrong in this room."""
 
 
 class PoolFull(ValueError):
@@ -11,13 +11,6 @@ class PoolFull(ValueError):
 
 class BrokenInvariant(RuntimeError):
     """What `check()` raises: the state contradicts itself, which is a fault here and never the caller's."""
-
-
-def whole(name: str, value: object, least: int = 0) -> int:
-    """`value`, once it is sure that it is an integer (a bool is not) of at least `least`; else ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}; need an integer of at least {least}")
-    return value
 
 
 def must(holds: object, message: str, *values: object) -> None:

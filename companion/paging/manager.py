@@ -15,7 +15,8 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import PoolFull, must, whole
+from ..checks import whole
+from .errors import PoolFull, must
 from .pool import BlockPool
 from .prefix import ROOT, Extra, PrefixIndex, as_tokens, block_digest, encode_extra
 from .table import BlockTable, blocks_needed
@@ -129,7 +130,7 @@ class BlockManager:
         found = self._match(tokens, extra)
         new = total - len(found)
         left = pool.num_free - sum([not pool._refs[i] for i in found])
-        if new + whole("spare", spare) > left:
+        if new + whole("spare", spare, 0) > left:
             raise PoolFull(
                 f"prompt: {new} blocks are needed beyond {len(found)} found"
                 f"{f', {spare} have to stay free' if spare else ''}, and "
@@ -178,7 +179,7 @@ class BlockManager:
             self._known(seq)
         n = len(seq.tokens)
         if computed is not None:
-            if whole("computed", computed) > n:
+            if whole("computed", computed, 0) > n:
                 raise ValueError(f"computed={computed}; the sequence has {n} tokens")
             n = computed
         full = n // self.block_size

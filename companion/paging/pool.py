@@ -14,7 +14,8 @@ freed longest ago. Unused, cached and empty blocks are free.
 from array import array
 from collections.abc import Callable, Iterable
 
-from .errors import PoolFull, must, whole
+from ..checks import whole
+from .errors import PoolFull, must
 from .order import EvictionOrder
 
 _INT = frozenset({int})
@@ -54,7 +55,7 @@ class BlockPool:
 
     def ref_count(self, id: int) -> int:
         """References to a block; 0 for a free one. ValueError for an id outside the pool."""
-        if whole("id", id) >= self.num_blocks:
+        if whole("id", id, 0) >= self.num_blocks:
             raise ValueError(f"id={id}; this pool has blocks 0 to {self.num_blocks - 1}")
         return self._refs[id] if id < self._used else 0
 
@@ -71,7 +72,7 @@ class BlockPool:
         pool could not give.
         """
         refs, empty = self._refs, self._empty
-        if whole("n", n) > len(empty) and n > self.num_free:
+        if whole("n", n, 0) > len(empty) and n > self.num_free:
             if n > self.num_blocks:
                 raise ValueError(f"n={n}; the pool has {self.num_blocks} blocks in all")
             raise PoolFull(f"n={n}; {self.num_free} of the pool's {self.num_blocks} blocks are free")
@@ -171,7 +172,7 @@ class BlockPool:
 
         Fewer than n come back if fewer are cached.
         """
-        n = len(self._order) if n is None else min(whole("n", n), len(self._order))
+        n = len(self._order) if n is None else min(whole("n", n, 0), len(self._order))
         ids = self._order.pop(n)
         self._empty += ids
         self._forget(ids)

@@ -23,7 +23,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 
-from .errors import must, whole
+from ..checks import whole
+from .errors import must
 
 Extra = tuple[str | bytes | int | None, ...]
 ROOT = bytes(32)
@@ -165,8 +166,8 @@ class PrefixIndex:
         """
         tokens, key = as_tokens("tokens", tokens), encode_extra(extra)
         size, full = self.block_size, len(tokens) // self.block_size
-        stop = full if stop is None else whole("stop", stop)
-        if not whole("start", start) <= stop <= full or len(blocks) < stop:
+        stop = full if stop is None else whole("stop", stop, 0)
+        if not whole("start", start, 0) <= stop <= full or len(blocks) < stop:
             raise ValueError(
                 f"start={start}, stop={stop}, {len(blocks)} blocks; need start <= stop <= {full}, the "
                 "blocks that the tokens fill, and a block for each"

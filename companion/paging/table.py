@@ -10,13 +10,14 @@ sampled is appended at the start of the next step.
 
 from collections.abc import Iterable, Sequence
 
-from .errors import PoolFull, whole
+from ..checks import whole
+from .errors import PoolFull
 from .pool import BlockPool
 
 
 def blocks_needed(n: int, block_size: int) -> int:
     """Blocks that n tokens take: n / block_size, rounded up."""
-    return -(-whole("n", n) // whole("block_size", block_size, 1))
+    return -(-whole("n", n, 0) // whole("block_size", block_size, 1))
 
 
 class BlockTable:
@@ -30,7 +31,7 @@ class BlockTable:
     __slots__ = ("pool", "ids", "length", "freed")
 
     def __init__(self, pool: BlockPool, ids: Iterable[int] = (), length: int = 0) -> None:
-        self.pool, self.ids, self.length, self.freed = pool, list(ids), whole("length", length), False
+        self.pool, self.ids, self.length, self.freed = pool, list(ids), whole("length", length, 0), False
         total = -(-length // pool.block_size)
         if len(self.ids) != total:
             raise ValueError(f"ids has {len(self.ids)} blocks; length={length} tokens take {total}")
@@ -54,7 +55,7 @@ class BlockTable:
                 self.length += 1  # what a decode step comes to, most of the time
                 return []
         self._usable()
-        length = self.length + whole("n", n)
+        length = self.length + whole("n", n, 0)
         total = -(-length // block_size)
         if total > pool.num_blocks:
             raise ValueError(f"n={n}; {length} tokens take {total} blocks and the pool has {pool.num_blocks}")
@@ -80,7 +81,7 @@ class BlockTable:
         A table of n tokens or fewer stays as it is.
         """
         self._usable()
-        keep = blocks_needed(whole("n", n), self.pool.block_size)
+        keep = blocks_needed(whole("n", n, 0), self.pool.block_size)
         if n >= self.length:
             return
         self.pool.free(self.ids[keep:][::-1])
@@ -104,7 +105,7 @@ class BlockTable:
     def slot(self, position: int) -> int:
         """Where token `position` lies, the pool seen as one row of slots: block * block_size + offset."""
         self._usable()
-        if whole("position", position) >= self.length:
+        if whole("position", position, 0) >= self.length:
             raise ValueError(f"position={position}; the table holds {self.length} tokens")
         block, offset = divmod(position, self.pool.block_size)
         return self.ids[block] * self.pool.block_size + offset
@@ -112,7 +113,7 @@ class BlockTable:
     def slots(self, start: int, stop: int) -> list[int]:
         """The slots of tokens start .. stop - 1, as a kernel that writes them wants them."""
         self._usable()
-        if not whole("start", start) <= whole("stop", stop) <= self.length:
+        if not whole("start", start, 0) <= whole("stop", stop, 0) <= self.length:
             raise ValueError(f"start={start}, stop={stop}; need start <= stop <= {self.length}")
         size, ids = self.pool.block_size, self.ids
         return [ids[p // size] * size + p % size for p in range(start, stop)]
@@ -120,7 +121,7 @@ class BlockTable:
     def padded(self, width: int, fill: int = -1) -> list[int]:
         """The row of a `block_table` of that width; behind the blocks comes `fill`, which nobody may read."""
         self._usable()
-        if whole("width", width) < len(self.ids):
+        if whole("width", width, 0) < len(self.ids):
             raise ValueError(f"width={width}; the table has {len(self.ids)} blocks")
         return self.ids + [fill] * (width - len(self.ids))
 

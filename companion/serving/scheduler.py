@@ -34,8 +34,9 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from ..checks import whole
 from ..paging import BlockManager, PagedSequence, PoolFull, blocks_needed
-from ..paging.errors import must, whole
+from ..paging.errors import must
 from ..paging.prefix import Extra, as_tokens, encode_extra
 
 

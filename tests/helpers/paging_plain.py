@@ -3,21 +3,19 @@
 A wrong type then reaches the code itself, which has to answer with a ValueError of its own.
 """
 
-import importlib.util
+import importlib
 import sys
+import types
 from pathlib import Path
 
-ROOM = Path(__file__).resolve().parents[2] / "companion" / "paging"
+PACKAGE = Path(__file__).resolve().parents[2] / "companion"
 
 
 def load():
-    if "plain_paging" not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            "plain_paging", ROOM / "__init__.py", submodule_search_locations=[str(ROOM)]
-        )
-        module = sys.modules["plain_paging"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["plain_paging"]
+    if "plain_companion" not in sys.modules:
+        package = sys.modules["plain_companion"] = types.ModuleType("plain_companion")
+        package.__path__ = [str(PACKAGE)]
+    return importlib.import_module("plain_companion.paging")
 
 
 def pool_state(pool):
