@@ -6,7 +6,7 @@ import random
 import pytest
 from livewalk import Walk, accessible
 
-from companion import cost
+from companion.live import cost
 from tools import assets
 from tools.browser import find
 
