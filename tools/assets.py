@@ -32,6 +32,7 @@ LOCKED = f"{PYODIDE}/lock"  # a digest of the lock that the files in vendor/ are
 # What the parts import: rooms, or files of one, that need the standard library alone (tests check it).
 PACKED = (
     "__init__.py",
+    "checks.py",
     "cost/*.py",
     "cost/data/*.json",
     "paging/*.py",

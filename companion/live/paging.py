@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from inspect import signature
 
-from ..paging.errors import whole
+from ..checks import whole
 from ..paging.manager import BlockManager, PagedSequence
 
 # What a page can show, and how long it may take.
@@ -51,7 +51,7 @@ class _Stage:
 
     def crop(self, name, n):
         """Only the first n tokens stay."""
-        self.manager.crop(self._old(name), whole("n", n))
+        self.manager.crop(self._old(name), whole("n", n, 0))
 
     def finish(self, name):
         """The sequence leaves."""
@@ -60,7 +60,7 @@ class _Stage:
 
     def evict(self, n=None):
         """The n cached blocks that were freed longest ago are forgotten; without n, all."""
-        self.manager.evict(None if n is None else whole("n", n))
+        self.manager.evict(None if n is None else whole("n", n, 0))
 
     # --- help ---------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from math import fsum
 
-from ..paging.errors import whole
+from ..checks import whole
 from ..serving.records import Part, Step
 from ..serving.simulation import Arrival, Seconds, Served, Timeline, roofline, simulate
 
@@ -75,7 +75,7 @@ class _Words:
         if isinstance(prompt, str):
             prompt = prompt.split()
         elif isinstance(prompt, int):
-            prompt = [f"prompt {at} {i}" for i in range(self.count(whole("prompt", prompt)))]
+            prompt = [f"prompt {at} {i}" for i in range(self.count(whole("prompt", prompt, 0)))]
         elif not isinstance(prompt, list) or any(type(t) not in (int, str) for t in prompt):
             raise ValueError(f"prompt={prompt!r}; need a text, a list of words, or a number of tokens")
         return [self.number(w) for w in head + prompt[: self.count(len(prompt))]]
@@ -119,7 +119,7 @@ def _traffic(given: object, seconds: Seconds) -> list[dict]:
     """`count` requests, one every `spacing` steps: a step is what one request alone takes for a token."""
     given = _known("traffic", given, ("count", "spacing", "prompt", "reply", "mix"))
     count, prompt, reply = (whole(k, given.get(k), 1) for k in ("count", "prompt", "reply"))
-    mix, spacing = given.get("mix", "alike"), whole("spacing", given.get("spacing", 0))
+    mix, spacing = given.get("mix", "alike"), whole("spacing", given.get("spacing", 0), 0)
     if count > LIMITS["requests"] or max(prompt, reply, spacing) > LIMITS["tokens"]:
         raise ValueError(
             f"traffic: at most {LIMITS['requests']} requests, and {LIMITS['tokens']} of the rest"

@@ -292,7 +292,7 @@ def reply_to(s):
     }
     numbers = {name: int(s[key]) for name, key in names.items()}
     return ask(
-        engine,
+        serving,
         {**numbers, "prefix_caching": s["prefix"] == "on", "cost": CLOCKS[s["clock"]], "traffic": traffic},
     )
 
