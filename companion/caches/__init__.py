@@ -12,15 +12,12 @@ import torch
 from ..cost import ModelSpec
 from .adapter import as_transformers
 from .base import Cache
-from .contiguous import ContiguousCache
+from .contiguous import ContiguousCache, LatentCache
 from .evicting import EvictingCache
-from .latent import LatentCache
 from .linear import LinearCache
 from .paged import PagedCache, PagedStorage
-from .paged_quantized import PagedQuantizedCache
-from .quantized import QuantizedCache
-from .sliding import SlidingCache
-from .streaming import StreamingCache
+from .quantized import PagedQuantizedCache, QuantizedCache
+from .sliding import SlidingCache, StreamingCache
 
 __all__ = [
     "KINDS",

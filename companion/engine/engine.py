@@ -16,11 +16,10 @@ from typing import Any
 
 from ..caches.paged import PagedStorage
 from ..generate import Sampler, TextStream, greedy
-from ..generate.loop import _prompts, _record, _tell
-from ..generate.text import Decodes
+from ..generate.loop import Decodes, _prompts, _record, _tell
 from ..model import Decoder
-from ..serving.records import Part, Step
 from ..serving.scheduler import Job, Scheduler
+from ..serving.simulation import Part, Step
 from .forward import choose, compute
 from .packed import Workspace
 from .request import Completion, Event, Request

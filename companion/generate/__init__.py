@@ -1,12 +1,10 @@
 """From logits to text: choosing a token, the loop around it, several tokens per pass, text that streams."""
 
-from .drafts import DecoderDraft, Draft, MTPDraft, NgramDraft, Proposal
+from .drafts import DecoderDraft, Draft, MTPDraft, MTPHead, NgramDraft, Proposal
 from .lengths import Adaptive, measure_pass_cost
-from .loop import Generation, generate
-from .mtp import MTPHead
+from .loop import Generation, TextStream, generate
 from .sampling import Sampler, greedy, probabilities
 from .speculative import Speculation, accept, acceptance, speculate, verify
-from .text import TextStream
 
 __all__ = [
     "Adaptive",

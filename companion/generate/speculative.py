@@ -20,9 +20,8 @@ from ..caches import Cache, EvictingCache, LinearCache, PagedCache, QuantizedCac
 from ..model import Decoder
 from .drafts import Draft, Proposal
 from .lengths import Adaptive, Fixed
-from .loop import Generation, Sample, _check, _prompts, _record, _tell
+from .loop import Decodes, Generation, Sample, TextStream, _check, _prompts, _record, _tell
 from .sampling import Sampler, draw, greedy, probabilities
-from .text import Decodes, TextStream
 
 
 @dataclass

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from .local import DecoderTarget, TransformersTarget, Variant
     from .points import Point, Run, Shape, batch_points, context_points, pair_points, prefix_points, shuffled
     from .probes import Probe, Stopwatch, hardware_from, probe
-    from .remote import EndpointTarget
     from .reports import write_report
     from .studies import Study
+    from .targets import EndpointTarget
     from .verdicts import Verdict
 
 _HOMES = {

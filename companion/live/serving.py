@@ -6,8 +6,7 @@ from dataclasses import asdict
 from math import fsum
 
 from ..checks import whole
-from ..serving.records import Part, Step
-from ..serving.simulation import Arrival, Seconds, Served, Timeline, roofline, simulate
+from ..serving.simulation import Arrival, Part, Seconds, Served, Step, Timeline, roofline, simulate
 
 LIMITS = {"num_blocks": 65536, "requests": 200, "tokens": 65536, "steps": 4000}
 OPTIONS = ("block_size", "max_running", "max_tokens_per_step", "prefix_caching", "max_length")

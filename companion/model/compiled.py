@@ -17,10 +17,8 @@ from ..kernels.cpu import LOG2E
 from ..kernels.cpu.rows import LAYER, ROWS, SPEC, step
 from ..kernels.policy import choice
 from .attention import Attention, HeadNormAttention
-from .blocks import Block
-from .feedforward import ACTIVATIONS, FeedForward
+from .blocks import ACTIVATIONS, Block, FeedForward, RMSNorm
 from .int8 import Int8Matrix
-from .norms import RMSNorm
 
 GELU = {ACTIVATIONS["silu"]: False, ACTIVATIONS["gelu_pytorch_tanh"]: True}
 _known: WeakKeyDictionary[nn.ModuleList, "Layers"] = WeakKeyDictionary()

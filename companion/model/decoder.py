@@ -14,8 +14,7 @@ from . import compiled
 from .families import block, family_of
 from .int8 import Int8Matrix
 from .positions import ropes
-from .products import matrix, product
-from .tensors import Tensors
+from .products import Tensors, matrix, product
 
 
 class Decoder(nn.Module):

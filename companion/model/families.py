@@ -10,16 +10,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..cost import ModelSpec
-from .attention import Attention, HeadNormAttention, WidthNormAttention
-from .blocks import Block, SandwichBlock
-from .contradictions import check, number
-from .experts import ExpertWeights, interleaved, mixtral, separate
-from .feedforward import FeedForward
-from .latent import LatentAttention
-from .mixture import mixture
-from .norms import OffsetRMSNorm, RMSNorm, WideRMSNorm
-from .positions import score_scale
-from .tensors import Tensors
+from .attention import Attention, HeadNormAttention, LatentAttention, WidthNormAttention
+from .blocks import Block, FeedForward, OffsetRMSNorm, RMSNorm, SandwichBlock, WideRMSNorm
+from .experts import ExpertWeights, interleaved, mixtral, mixture, separate
+from .positions import check, number, score_scale
+from .products import Tensors
 
 Number = int | float
 HEADS = {None: Attention, "head": HeadNormAttention, "full": WidthNormAttention}  # by spec.qk_norm

@@ -7,12 +7,10 @@ from torch import nn
 
 from ..cost.dtypes import dtype_name
 from ..moe import MoE
-from .attention import Attention
+from .attention import Attention, LatentAttention
+from .blocks import FeedForward
 from .decoder import Decoder
-from .feedforward import FeedForward
-from .int8 import Int8Matrix
-from .int8_experts import Int8MoE
-from .latent import LatentAttention
+from .int8 import Int8Matrix, Int8MoE
 
 DTYPES = ("int8",)
 MATRICES: dict[type[nn.Module], tuple[str, ...]] = {

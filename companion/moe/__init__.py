@@ -9,11 +9,10 @@ load is.
 """
 
 from ..cost import RoutingSpec
-from .balance import Load, aux_loss, load, updated_bias
 from .dispatch import Dispatch, capacity_of, combine, dispatch, gather
 from .experts import dense_experts, gated, grouped_experts, grouped_linear, split_interleaved
 from .moe import MoE, Routing
-from .route import route
+from .route import Load, aux_loss, load, route, updated_bias
 
 __all__ = [
     "Dispatch",

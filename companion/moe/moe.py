@@ -13,10 +13,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from ..cost import ModelSpec, RoutingSpec
-from .balance import Load, load, updated_bias
 from .dispatch import capacity_of
 from .experts import gated, grouped_experts, grouped_linear
-from .route import route, scored
+from .route import Load, load, route, scored, updated_bias
 
 
 @dataclass(frozen=True)

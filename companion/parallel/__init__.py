@@ -13,11 +13,9 @@ processes. What the bytes should be is `companion.cost.parallel_bytes`.
 """
 
 from .collectives import Call, Group, RankLost, join, leave, mesh
-from .expert import ExpertParallel, exchanged_experts
 from .launch import RanksFailed, run
-from .slices import Slices
-from .tensor import cache_nbytes, shard
-from .weights import RandomWeights
+from .layers import ExpertParallel, cache_nbytes, exchanged_experts, shard
+from .weights import RandomWeights, Slices
 
 __all__ = [
     "Call",

@@ -16,7 +16,7 @@ from ..caches import make_cache
 from ..cost import ModelSpec
 from ..cost.wire import parallel_bytes
 from .collectives import Group, join, leave, mesh
-from .tensor import shard
+from .layers import shard
 from .weights import RandomWeights
 
 

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .packing import per_byte
-from .rounding import half_ulp
+from .packing import half_ulp, per_byte
 
 PLAIN = ("fp32", "fp16", "bf16")  # kept as they are, see plain.py
 NAMES = ("int8", "int4", "int2", "fp8_e4m3", "fp8_e5m2", "nvfp4", "mxfp4")
@@ -157,8 +156,7 @@ def codec(
     Raises ValueError naming the argument.
     """
     from .floats import Fp4, Fp8
-    from .integers import IntCodec
-    from .plain import Plain
+    from .integers import IntCodec, Plain
 
     if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
         raise ValueError(f"group={group!r}; need an integer of at least 1, or None")

@@ -10,13 +10,15 @@ In its own dtype the zero is rounded down and the scale up, and the codes are ch
 back. So no number is ever clipped, and the error is at most half a step, also where a group is far from zero
 and narrow, or so small that its scale is subnormal. With float16 scales that holds for numbers up to 65,504
 in magnitude; the ends of a group that goes beyond are cut.
+
+`PlainCodec` does not quantize at all: it keeps floats of 32 or 16 bits behind the interface of the codecs.
+The others are measured against it, and it is the other half of a pair of which one side stays exact.
 """
 
 import torch
 
 from .codec import Codec, split, within
-from .packing import pack, unpack
-from .rounding import at_least, at_most
+from .packing import at_least, at_most, half_ulp, pack, unpack
 
 
 class IntCodec(Codec):
@@ -68,3 +70,29 @@ class IntCodec(Codec):
         error = (step / 2 + reach * 2.0**-21).unsqueeze(dim)
         like = split(torch.empty(qt.shape, device=step.device), self.group, self.group_dim)
         return error.expand(like.shape)
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Plain(Codec):
+    """A cast, to nearest. fp16 cuts what exceeds 65,504."""
+
+    group, group_dim = None, -1
+
+    def __init__(self, name):
+        self.name, self.dtype = name, DTYPES[name]
+        self.bits = 8 * self.dtype.itemsize
+
+    def groups(self, S, D):
+        return 0, 0  # no scales
+
+    def _quantize(self, y):
+        most = torch.finfo(self.dtype).max
+        return y.clamp(-most, most).to(self.dtype), None, None, None
+
+    def _dequantize(self, qt):
+        return qt.codes.to(torch.float32, copy=True)
+
+    def _bound(self, qt):
+        return half_ulp(qt.codes, self.dtype)

@@ -2,7 +2,11 @@
 
 int4: byte j holds number 2j in its low nibble and number 2j + 1 in its high one. int2: byte j holds numbers
 4j to 4j + 3 from the lowest pair of bits upwards.
+
+Below, rounding up and down to a float type, so that a scale cuts nothing off.
 """
+
+import math
 
 import torch
 from jaxtyping import UInt8
@@ -52,3 +56,27 @@ def per_byte(bits: int) -> int:
 def _check_bytes(name: str, x: Tensor) -> None:
     if x.dtype != torch.uint8 or x.ndim == 0:  # in int8 a shift to the right would drag the sign along
         raise ValueError(f"{name} has dtype {x.dtype} and {x.ndim} axes; need uint8, at least one axis")
+
+
+def at_least(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The smallest number of `dtype` that is not below x (float32); the largest finite one beyond that."""
+    return -at_most(-x, dtype)
+
+
+def at_most(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest number of `dtype` that is not above x (float32); the lowest finite one below that."""
+    most = torch.finfo(dtype).max
+    near = x.clamp(-most, most).to(dtype)
+    # 5/8 of a gap below x, rounded again, is the neighbour below: never a tie, wherever x is in its gap.
+    lower = (x - 1.25 * half_ulp(x, dtype)).clamp(-most, most).to(dtype)
+    return torch.where(near.to(torch.float32) > x, lower, near)
+
+
+def half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What rounding to `dtype` may change: half the gap between its numbers around x, in float32."""
+    info = torch.finfo(dtype)
+    precision = round(math.log2(info.eps))  # -10 for float16
+    finest = round(math.log2(info.smallest_normal)) + precision  # -24 for float16
+    _, exponent = torch.frexp(x.to(torch.float32))  # x = m * 2**exponent, m from 0.5 to below 1
+    exponent = torch.where(x == 0, finest, exponent - 1 + precision).clamp_min(finest)
+    return torch.ldexp(torch.ones_like(x, dtype=torch.float32), exponent - 1)

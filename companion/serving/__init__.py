@@ -5,9 +5,8 @@ simulation  the same scheduler with a clock that a cost model turns: what to exp
 records     a step as it was, measured or simulated
 """
 
-from .records import Part, Step
 from .scheduler import Chunk, Plan, Refused, Scheduler
-from .simulation import Arrival, Timeline, roofline, simulate
+from .simulation import Arrival, Part, Step, Timeline, roofline, simulate
 
 __all__ = [
     "Arrival",

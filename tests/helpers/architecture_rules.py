@@ -3,8 +3,8 @@
 from architectures import LINEAR, LLAMA3, YARN, Rule
 
 from companion.model.attention import Attention
+from companion.model.blocks import RMSNorm
 from companion.model.experts import interleaved, mixtral, separate
-from companion.model.norms import RMSNorm
 from companion.rope import Rope
 
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}

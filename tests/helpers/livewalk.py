@@ -26,7 +26,8 @@ class Walk:
     def start(self) -> Walk:
         """Tab from the link or control before the button to it, press Enter, wait for the first result."""
         self.tab.evaluate(f"""(() => {{
-            const shown = [...document.querySelectorAll({json.dumps(FOCUSABLE)})].filter(n => n.checkVisibility());
+            const all = [...document.querySelectorAll({json.dumps(FOCUSABLE)})];
+            const shown = all.filter(n => n.checkVisibility());
             shown[shown.indexOf({self.root}.querySelector('.live-start')) - 1].focus();
         }})()""")
         self.tab.press("Tab")

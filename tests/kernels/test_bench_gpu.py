@@ -21,7 +21,7 @@ from companion.kernels.bench import checks as bench_checks
 from companion.kernels.bench import gpu as script
 from companion.kernels.bench import report as bench_report
 from companion.kernels.bench import runs as bench_runs
-from companion.kernels.bench.timer import WARM_UPS, ClockTimer, EventTimer, Timing
+from companion.kernels.bench.gpu import WARM_UPS, ClockTimer, EventTimer, Timing
 from companion.kernels.moe.reference import fused_moe_reference
 from companion.machine import describe_gpu
 
@@ -377,7 +377,7 @@ class FakeGPU:
         monkeypatch.setattr(torch.cuda, "_sleep", sleep)
         properties = argparse.Namespace(L2_cache_size=2**20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr("companion.kernels.bench.timer.time.perf_counter", lambda: self.host_clock())
+        monkeypatch.setattr("companion.kernels.bench.gpu.time.perf_counter", lambda: self.host_clock())
         self.t = 0.0
 
     def host_clock(self):

@@ -18,8 +18,8 @@ from companion.lab.points import (
     prefix_points,
     shuffled,
 )
-from companion.lab.remote import EndpointTarget, together
 from companion.lab.studies import Study, read, sweep
+from companion.lab.targets import EndpointTarget, together
 from companion.lab.verdicts import FAILS, HOLDS, UNTOLD
 
 CONTEXTS = (64, 256, 1024, 2048, 4096)
