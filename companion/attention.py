@@ -64,7 +64,7 @@ def sdpa(
     _check_inputs(q, k, v, sinks, key_mask)
     B, Hq, Sq, D = q.shape
     Hkv, Sk, Dv = k.shape[1], k.shape[2], v.shape[3]
-    scale, softcap = _check_options(D, softmax_scale, softcap)
+    scale, softcap = checked_options(D, softmax_scale, softcap)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     mask = _mask(Sq, Sk, causal, window_size, key_mask, q.device)
 
@@ -228,7 +228,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mas
             raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}; need {(B, Sk)} or {(B, Sq, Sk)}")
 
 
-def _check_options(D: int, softmax_scale: Number | None, softcap: Number) -> tuple[float, float]:
+def checked_options(D: int, softmax_scale: Number | None, softcap: Number) -> tuple[float, float]:
     scale = D**-0.5 if softmax_scale is None else softmax_scale
     if not math.isfinite(scale):
         raise ValueError(f"softmax_scale={softmax_scale}; need a finite number, or None for D ** -0.5")

@@ -1,95 +1,20 @@
 """The shape of the package: who may import whom, what an import costs, what is shipped."""
 
-import ast
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "companion"
+from tools import rooms
+from tools.rooms import LINES, PACKAGE, ROOT
 
-# A module imports only from floors below its own. A new module gets a line here.
-FLOORS = {
-    "checks": 0,
-    "formats": 0,
-    "stats": 0,
-    "cost": 1,
-    "paging": 1,
-    "machine": 1,
-    "attention": 1,
-    "rope": 1,
-    "quantize": 1,
-    "figures": 1,
-    "serving": 2,
-    "kernels": 3,
-    "attend": 4,
-    "caches": 5,
-    "moe": 5,
-    "model": 6,
-    "generate": 7,
-    "engine": 8,
-    "parallel": 8,
-    "study": 9,
-    "lab": 9,
-    "live": 9,
-    "doctor": 9,
-    "cli": 10,
-}
-# They also run in a reader's browser.
-STANDARD_LIBRARY_ONLY = {"checks", "formats", "stats", "cost", "paging", "serving", "live"}
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = rooms.sources()
 
 
-def imports(source: str, module: str) -> list[tuple[str, str | None]]:
-    """(room, other top-level package) of every import: exactly one of the two is given, wherever it stands.
-
-    module: dotted name of the file, `companion.model.decoder`, or `companion.model.__init__`.
-    """
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [a.name for a in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(module.split(".")[: -node.level]) if node.level else ""
-            base = ".".join(p for p in (base, node.module) if p)
-            names = [f"{base}.{a.name}" for a in node.names] if base == "companion" else [base]
-        for name in names:
-            top, *rest = name.split(".")
-            if top == "companion" and rest:
-                found.append((rest[0], None))
-            elif top != "companion":
-                found.append(("", top))
-    return found
-
-
-def violations(source: str, module: str) -> list[str]:
-    room = module.split(".")[1]
-    if room not in FLOORS:
-        return [f"{module}: {room} has no floor in tests/test_floors.py"]
-    problems = []
-    for other, outside in imports(source, module):
-        light = room in STANDARD_LIBRARY_ONLY
-        if outside and light and outside not in sys.stdlib_module_names:
-            problems.append(f"{module} imports {outside}, which is not in the standard library")
-        if other and other != room and other.startswith("_") is False and other in FLOORS:
-            if FLOORS[other] >= FLOORS[room]:
-                problems.append(f"{module} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[other]})")
-    return problems
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
-
-
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_imports_only_from_floors_below(path):
-    if path.parent == PACKAGE and path.name.startswith("__"):
-        return  # the package itself: its imports are measured below
-    assert violations(path.read_text(encoding="utf-8"), module_name(path)) == []
+@pytest.mark.parametrize("module", [m for m in FILES if not rooms.is_the_package(m)])
+def test_imports_only_from_floors_below(module):
+    assert rooms.floor_problems(FILES[module], module, FILES) == []
 
 
 @pytest.mark.parametrize(
@@ -100,14 +25,19 @@ def test_imports_only_from_floors_below(path):
         ("import companion.cli", "companion.generate.loop"),
         ("def f():\n    from ..generate import generate", "companion.model.load"),
         ("from ..rope import Rope", "companion.cost.memory"),  # same floor, another room
+        ("from ..moe import route", "companion.caches.base"),  # same floor, another room
         ("import numpy", "companion.cost.memory"),
         ("import torch", "companion.paging.pool"),
         ("import torch", "companion.serving.scheduler"),
+        ("import torch", "companion.live.cost"),
         ("x = 1", "companion.newroom.file"),
+        ("from benchmarks.timing import best", "companion.lab.probes"),
+        ("from tools.rooms import FLOORS", "companion.cli"),
+        ("def f():\n    import tests.helpers.made_up", "companion.engine.engine"),
     ],
 )
 def test_a_forbidden_import_is_found(source, module):
-    assert violations(source, module)
+    assert len(rooms.floor_problems(source, module)) == 1
 
 
 @pytest.mark.parametrize(
@@ -117,10 +47,71 @@ def test_a_forbidden_import_is_found(source, module):
         ("import json, math\nfrom dataclasses import dataclass", "companion.cost.memory"),
         ("from companion.generate import generate\nimport torch", "companion.cli"),
         ("from ..paging import BlockManager\nimport torch", "companion.engine.engine"),
+        ("if TYPE_CHECKING:\n    from ..model import Decoder", "companion.caches.base"),
     ],
 )
 def test_an_allowed_import_passes(source, module):
-    assert violations(source, module) == []
+    assert rooms.floor_problems(source, module) == []
+
+
+def test_the_files_of_a_room_import_one_another_in_one_direction():
+    assert rooms.circles(rooms.arrows_of_files(FILES)) == []
+
+
+A, B = "companion.cost.a", "companion.cost.b"
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("from .b import f", "from .a import g"),
+        ("from . import b", "import companion.cost.a"),
+        ("from .b import f", "def g():\n    from .a import h"),  # hidden in a function
+        ("if TYPE_CHECKING:\n    x = 1\nelse:\n    from .b import f", "from . import a"),
+    ],
+)
+def test_a_circle_is_found(one, other):
+    assert rooms.circles(rooms.arrows_of_files({A: one, B: other})) == [[A, B]]
+
+
+def test_a_circle_through_the_rooms_door_is_found():
+    door = "companion.cost.__init__"
+    assert rooms.circles(rooms.arrows_of_files({door: "from .a import f", A: "from . import f"})) == [
+        [door, A]
+    ]
+
+
+def test_what_a_type_checker_alone_reads_makes_no_circle():
+    back = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import f"
+    assert rooms.circles(rooms.arrows_of_files({A: "from .b import g", B: back})) == []
+    assert rooms.circles(rooms.arrows_of_files({A: "from .b import g", B: "from ..paging import a"})) == []
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_private_name_stays_in_its_module(module):
+    assert rooms.private_problems(FILES[module], module, FILES) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from .b import _f",
+        "from .b import f, _g as g",
+        "def f():\n    from ..paging.pool import _check",
+        "from . import b\nb._f()",
+        "import companion.cost.b\ncompanion.cost.b._f = 1",
+        "from companion import paging as p\nprint(p._x)",
+    ],
+)
+def test_a_private_name_of_another_module_is_found(source):
+    assert len(rooms.private_problems(source, A, [A, B])) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["from .b import f\nf._cache", "from companion import __version__", "_f = 1\nself._f = _f"]
+)
+def test_what_is_private_to_an_object_or_a_package_is_no_matter_of_modules(source):
+    assert rooms.private_problems(source, A, [A, B]) == []
 
 
 @pytest.mark.parametrize(
@@ -143,9 +134,25 @@ def test_a_heavy_import_would_be_seen():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_a_file_holds_one_idea(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+@pytest.mark.parametrize("module", FILES)
+def test_a_file_holds_one_idea(module):
+    assert len(FILES[module].splitlines()) <= LINES == 300
+
+
+def test_a_file_too_long_and_a_file_too_many_are_found():
+    short, long = "x = 1\n" * LINES, "x = 1\n" * (LINES + 1)
+    assert rooms.violations({A: short, B: short}, most_files=2) == []
+    assert len(rooms.violations({A: long, B: short})) == 1
+    assert len(rooms.violations({A: short, B: short}, most_files=1)) == 1
+
+
+def test_the_rooms_are_printed_and_their_state_is_the_exit_status(capsys):
+    clean = not rooms.violations(FILES)
+    assert rooms.main([]) == (0 if clean else 1)
+    said = capsys.readouterr().out
+    assert all(f"\n{room}" in said for room in rooms.arrows_of_rooms(FILES))
+    assert rooms.main(["--files", "1"]) == 1
+    assert f"{len(FILES)} files, at most 1 are allowed" in capsys.readouterr().out
 
 
 def test_types_and_data_are_shipped():

@@ -31,8 +31,8 @@ class ContiguousCache(Cache):
     def append(self, layer, k, v, *, lengths=None):
         self._check_kv(k, v)
         before, new = self._plan(layer, k.shape[2], lengths)
-        _write(self._k[layer], k, before, new)
-        _write(self._v[layer], v, before, new)
+        write_rows(self._k[layer], k, before, new)
+        write_rows(self._v[layer], v, before, new)
         self._commit(layer, before, new)
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
@@ -79,7 +79,7 @@ class ContiguousCache(Cache):
         self._v[layer][row, :, start:stop] = 0
 
 
-def _write(store: torch.Tensor, x: torch.Tensor, before: list[int], new: list[int]) -> None:
+def write_rows(store: torch.Tensor, x: torch.Tensor, before: list[int], new: list[int]) -> None:
     """Put the first new[b] tokens of x (B, H, S, D) behind the before[b] tokens that row b holds."""
     start, count = before[0], new[0]
     if all(b == start and n == count for b, n in zip(before, new)):
@@ -107,7 +107,7 @@ class LatentCache(ContiguousCache):
         if v is not None:
             raise ValueError("v must be None: a latent cache reads its values from the latent")
         before, new = self._plan(layer, k.shape[2], lengths)
-        _write(self._k[layer], k, before, new)
+        write_rows(self._k[layer], k, before, new)
         self._commit(layer, before, new)
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):

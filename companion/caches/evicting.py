@@ -20,9 +20,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..attention import _check_options
+from ..attention import checked_options
 from .base import Cache, refuse_latent
-from .contiguous import _write
+from .contiguous import write_rows
 
 
 class EvictingCache(Cache):
@@ -87,7 +87,7 @@ class EvictingCache(Cache):
         at = torch.tensor(before, device=self.device)[:, None] + torch.arange(k.shape[2], device=self.device)
         at = at.int()[:, None].expand(-1, self.spec.kv_heads, -1)
         for store, x in ((self._k, k), (self._v, v), (self._at, at)):
-            _write(store[layer], x, held, new)
+            write_rows(store[layer], x, held, new)
         self._held[layer] = [h + n for h, n in zip(held, new)]
         self._commit(layer, before, new)
         self._counted[layer] = False
@@ -187,7 +187,7 @@ def _weights(q, k, seen, softmax_scale, softcap, sinks) -> tuple[Tensor, Tensor]
     """
     B, Hq, S, D = q.shape
     Hkv, n = k.shape[1:3]
-    scale, softcap = _check_options(D, softmax_scale, softcap)
+    scale, softcap = checked_options(D, softmax_scale, softcap)
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = (q.to(wide) * scale).reshape(B, Hkv, Hq // Hkv * S, D)
     scores = (rows @ k.to(wide).transpose(-2, -1)).view(B, Hkv, Hq // Hkv, S, n)

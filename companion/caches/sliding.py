@@ -31,7 +31,7 @@ from ..kernels.policy import wanted as by_kernel
 from ..rope import Rope
 from .attend import attend, attend_seen
 from .base import Cache, refuse_latent
-from .contiguous import _write
+from .contiguous import write_rows
 from .dispatch import decode, pages_of_one
 
 
@@ -67,8 +67,8 @@ class SlidingCache(Cache):
         self._check_kv(k, v)
         before, new = self._plan(layer, k.shape[2], lengths)
         if self._window(layer) is None:
-            _write(self._k[layer], k, before, new)
-            _write(self._v[layer], v, before, new)
+            write_rows(self._k[layer], k, before, new)
+            write_rows(self._v[layer], v, before, new)
         else:
             self._write_ring(layer, k, v, before, new)
         self._commit(layer, before, new)

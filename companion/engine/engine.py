@@ -12,19 +12,16 @@ every request whose prompt is read, then text and callbacks.
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from ..caches.paged import PagedStorage
-from ..generate import Sampler, TextStream, greedy
-from ..generate.loop import Decodes, _prompts, _record, _tell
+from ..generate import TextStream, greedy
+from ..generate.loop import Decodes, as_prompts, record, tell
 from ..model import Decoder
-from ..serving.scheduler import Job, Scheduler
-from ..serving.simulation import Part, Step
+from ..serving.records import Job, Part, Step
+from ..serving.scheduler import Scheduler
 from .forward import choose, compute
 from .packed import Workspace
-from .request import Completion, Event, Request
-
-Sample = Callable[[Any], Any]  # logits (B, V) -> ids (B,)
+from .request import Completion, Event, Request, Sample, fresh
 
 
 class _Live:
@@ -102,13 +99,13 @@ class Engine:
         """
         self._open("add")
         request.check()
-        prompts, single = _prompts(self.model, request.prompt_ids)
+        prompts, single = as_prompts(self.model, request.prompt_ids)
         if not single:
             raise ValueError("prompt_ids holds several prompts; a request is one")
         if request.stop and self.tokenizer is None:
             raise ValueError("tokenizer is None; stop strings need one")
         stream = TextStream(self.tokenizer, request.stop) if self.tokenizer is not None else None
-        sampler = _fresh(self.sampler if request.sampler is None else request.sampler)
+        sampler = fresh(self.sampler if request.sampler is None else request.sampler)
         stops = set(self.model.stop_ids if request.stop_ids is None else request.stop_ids)
         id = self._new_id(request.id)
         salt = () if request.salt is None else (request.salt,)
@@ -244,10 +241,10 @@ class Engine:
                 self._call(live, Event(out.id, None, "", "error", len(out.tokens)), events)
                 continue
             out.logprobs.append(logprob)
-            _record(out, id, now - live.last_s, live.stops, live.request.max_new_tokens)
+            record(out, id, now - live.last_s, live.stops, live.request.max_new_tokens)
             live.last_s = now
             self.scheduler.push(live.job, id)
-            piece = _tell(out, id, live.stops, live.stream) if live.stream else ""
+            piece = tell(out, id, live.stops, live.stream) if live.stream else ""
             if out.finish_reason:
                 self._end(live, out.finish_reason)
             self._call(live, Event(out.id, id, piece, out.finish_reason, len(out.tokens) - 1), events)
@@ -297,12 +294,3 @@ class Engine:
         if id in self._live or id in self.completions:
             raise ValueError(f"id={id!r}; another request has it")
         return id
-
-
-def _fresh(sampler: Sample) -> Sample:
-    """A `Sampler` as it was before its first draw, so that requests do not share one's randomness."""
-    if not isinstance(sampler, Sampler):
-        return sampler
-    if not (sampler.seed is None or hasattr(sampler.seed, "__index__")):
-        raise ValueError(f"sampler has seed={sampler.seed!r}; a request is one row, with one seed")
-    return Sampler(**sampler.options, seed=sampler.seed)

@@ -14,7 +14,7 @@ from ..caches.paged import PagedStorage
 from ..generate import greedy
 from ..generate.sampling import check_logits
 from ..model import Decoder
-from ..serving.scheduler import Chunk
+from ..serving.records import Chunk
 from .packed import PackedStep, Span, Workspace
 
 Sample = Callable[[Any], Any]  # logits (B, V) -> ids (B,)

@@ -4,7 +4,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..generate import Generation
+from ..generate import Generation, Sampler
+
+Sample = Callable[[Any], Any]  # logits (B, V) -> ids (B,)
 
 
 @dataclass
@@ -88,3 +90,12 @@ class Completion(Generation):
     cached_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
+
+
+def fresh(sampler: Sample) -> Sample:
+    """A `Sampler` as it was before its first draw, so that requests do not share one's randomness."""
+    if not isinstance(sampler, Sampler):
+        return sampler
+    if not (sampler.seed is None or hasattr(sampler.seed, "__index__")):
+        raise ValueError(f"sampler has seed={sampler.seed!r}; a request is one row, with one seed")
+    return Sampler(**sampler.options, seed=sampler.seed)

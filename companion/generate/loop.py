@@ -137,8 +137,8 @@ def generate(
     bounds its positions (`cache.reach`) has no limit but its room.
     """
     started = time.perf_counter()
-    prompts, single = _prompts(model, prompt_ids)
-    _check(model, prompts, cache, max_new_tokens, prefill_chunk)
+    prompts, single = as_prompts(model, prompt_ids)
+    check_request(model, prompts, cache, max_new_tokens, prefill_chunk)
     if tokenizer is None and (stop or on_text):
         raise ValueError("tokenizer is None; stop strings and on_text need one")
     stops = set(model.stop_ids if stop_ids is None else stop_ids)
@@ -160,9 +160,9 @@ def generate(
         now = time.perf_counter()
         for row, (g, id) in enumerate(zip(out, ids)):
             if g.finish_reason is None:
-                _record(g, id, now - before, stops, max_new_tokens)
+                record(g, id, now - before, stops, max_new_tokens)
                 if streams:
-                    piece = _tell(g, id, stops, streams[row])
+                    piece = tell(g, id, stops, streams[row])
                     if piece and on_text:
                         on_text(row, piece)
         before = now
@@ -214,7 +214,7 @@ def _choose(logits: Tensor, out: list[Generation], sampler: Sample) -> list[int]
     return ids.tolist()
 
 
-def _record(g: Generation, id: int, seconds: float, stops: set[int], limit: int) -> None:
+def record(g: Generation, id: int, seconds: float, stops: set[int], limit: int) -> None:
     if g.tokens:
         g.itl_s.append(seconds)
     else:
@@ -226,7 +226,7 @@ def _record(g: Generation, id: int, seconds: float, stops: set[int], limit: int)
         g.finish_reason = "length"
 
 
-def _tell(g: Generation, id: int, stops: set[int], stream: TextStream) -> str:
+def tell(g: Generation, id: int, stops: set[int], stream: TextStream) -> str:
     """Text that this token settles; a stop string in it ends the row."""
     piece = "" if id in stops else stream.feed(id)
     if g.finish_reason:
@@ -244,7 +244,7 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, list[i
     return ids, [len(r) for r in rows]
 
 
-def _prompts(model: Decoder, prompt_ids) -> tuple[list[list[int]], bool]:
+def as_prompts(model: Decoder, prompt_ids) -> tuple[list[list[int]], bool]:
     """The prompts as lists of integers, and whether it was a single one."""
     if isinstance(prompt_ids, str) or any(isinstance(p, str) for p in prompt_ids):
         raise ValueError("prompt_ids is text; need token ids, as tokenizer.encode(text) gives them")
@@ -264,7 +264,7 @@ def _prompts(model: Decoder, prompt_ids) -> tuple[list[list[int]], bool]:
     return rows, single
 
 
-def _check(model, prompts, cache, max_new_tokens, prefill_chunk) -> None:
+def check_request(model, prompts, cache, max_new_tokens, prefill_chunk) -> None:
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r}; need an integer of at least 1")

@@ -20,7 +20,7 @@ from ..caches import Cache, EvictingCache, LinearCache, PagedCache, QuantizedCac
 from ..model import Decoder
 from .drafts import Draft, Proposal
 from .lengths import Adaptive, Fixed
-from .loop import Decodes, Generation, Sample, TextStream, _check, _prompts, _record, _tell
+from .loop import Decodes, Generation, Sample, TextStream, as_prompts, check_request, record, tell
 from .sampling import Sampler, draw, greedy, probabilities
 
 
@@ -136,10 +136,10 @@ def speculate(
     cannot take back a draft; and, when it comes, for a draft with ids outside the vocabulary.
     """
     started = time.perf_counter()
-    prompts, single = _prompts(model, prompt_ids)
+    prompts, single = as_prompts(model, prompt_ids)
     if not single:
         raise ValueError(f"prompt_ids holds {len(prompts)} prompts; speculation continues one")
-    _check(model, prompts, cache, max_new_tokens, prefill_chunk)
+    check_request(model, prompts, cache, max_new_tokens, prefill_chunk)
     if not isinstance(draft, Draft):
         raise ValueError(f"draft={draft!r}; need a Draft, such as NgramDraft()")
     lengths = Adaptive() if draft_tokens is None else draft_tokens
@@ -163,10 +163,10 @@ def speculate(
         logprobs = torch.log_softmax(logits[: len(chosen)], dim=-1)
         now = time.perf_counter()
         for row, id in enumerate(chosen):
-            _record(out, id, 0.0 if row else now - before, stops, max_new_tokens)
+            record(out, id, 0.0 if row else now - before, stops, max_new_tokens)
             out.logprobs.append(float(logprobs[row, id]))
             tokens.append(id)
-            piece = _tell(out, id, stops, stream) if stream else ""
+            piece = tell(out, id, stops, stream) if stream else ""
             if piece and on_text:
                 on_text(0, piece)
             if out.finish_reason:  # what stood behind it is not wanted

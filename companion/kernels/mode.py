@@ -28,7 +28,7 @@ def interpret(*, unless_gpu: bool = False) -> None:
     May be called again. Raises ImportError where Triton is not installed, and RuntimeError if it was imported
     earlier in the other mode.
     """
-    _require_triton()
+    require_triton()
     if unless_gpu:
         if torch.cuda.is_available():
             return
@@ -61,7 +61,7 @@ def triton_for(*tensors: Tensor | None) -> bool:
         raise ValueError(
             f"the tensors are on {devices[0]}; Triton's kernels run on cuda, or interpreted on cpu"
         )
-    _require_triton()
+    require_triton()
     if kind == "cpu" and not interpreted():
         late = "Triton was imported without its interpreter" if "triton" in sys.modules else "no GPU"
         raise RuntimeError(f"a kernel on CPU tensors needs Triton's interpreter ({late}); {_HOW}")
@@ -90,6 +90,6 @@ def cores(tensor: Tensor) -> int:
     return PER_CORE * torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
-def _require_triton() -> None:
+def require_triton() -> None:
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         raise ImportError("kernels need Triton, which exists for Linux only: python -m pip install triton")

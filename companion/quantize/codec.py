@@ -1,9 +1,8 @@
-"""The interface of a codec, what it returns, and the factory that knows their names."""
+"""The interface of a codec, what it returns, and their names; the factory is the package's `codec`."""
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from jaxtyping import Float
@@ -131,57 +130,3 @@ def _checked(x: Tensor, codec: Codec) -> Tensor:
     if y.numel() and not y.abs().amax() <= LIMIT:  # NaN compares False
         raise ValueError("x holds NaN, infinity or a number beyond 8.5e37 (2**126); it has no scale")
     return y
-
-
-def codec(
-    name: str,
-    *,
-    group: int | None = None,
-    group_dim: int = -1,
-    symmetric: bool | None = None,
-    scale_dtype: torch.dtype = torch.float16,
-    tensor_scale: float | None = None,
-) -> Codec:
-    """A codec by name: int8, int4, int2, fp8_e4m3, fp8_e5m2, nvfp4, mxfp4; or fp32, fp16, bf16: a mere cast.
-
-    group: numbers that share a scale. None means the whole axis for integers (one scale per token for
-        group_dim=-1); no scale at all for fp8; and 16 or 32, which are fixed, for nvfp4 and mxfp4.
-    group_dim: -1 groups the channels of a token (KIVI's values), -2 the tokens of a channel (KIVI's keys).
-    symmetric: integers only. True codes amax to the largest code and needs no zero; False stores the group's
-        minimum beside the scale. None takes True for int8 and False for int4 and int2.
-    scale_dtype: in which integers' and fp8's scales are kept; the codes are chosen for the rounded scale.
-    tensor_scale: nvfp4 and fp8: a fixed float32 scale for the whole tensor; what exceeds it saturates. None
-        takes it from the data (nvfp4) or 1 (fp8).
-
-    Raises ValueError naming the argument.
-    """
-    from .floats import Fp4, Fp8
-    from .integers import IntCodec, Plain
-
-    if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
-        raise ValueError(f"group={group!r}; need an integer of at least 1, or None")
-    if group_dim not in (-1, -2):
-        raise ValueError(f"group_dim={group_dim!r}; accepted: -1 (channels), -2 (tokens)")
-    if scale_dtype not in FLOATS:
-        raise ValueError(f"scale_dtype={scale_dtype}; accepted: float16, bfloat16, float32")
-    real = isinstance(tensor_scale, Real) and not isinstance(tensor_scale, bool)
-    if tensor_scale is not None and not (real and 2.0**-126 <= tensor_scale <= LIMIT):
-        raise ValueError(f"tensor_scale={tensor_scale!r}; need a number from 1.2e-38 to 8.5e37, or None")
-    if name not in NAMES + PLAIN:
-        raise ValueError(f"codec {name!r} is not known; accepted: {', '.join(NAMES + PLAIN)}")
-    if name in PLAIN:
-        if (group, symmetric, tensor_scale, scale_dtype) != (None, None, None, torch.float16):
-            raise ValueError(f"{name} has no scales; it takes no options")
-        return Plain(name)
-    if symmetric is not None and not name.startswith("int"):
-        raise ValueError(f"symmetric={symmetric}; only integer codecs have that choice, {name} does not")
-    if tensor_scale is not None and name not in ("nvfp4", "fp8_e4m3", "fp8_e5m2"):
-        raise ValueError(f"tensor_scale={tensor_scale}; {name} has none")
-    if scale_dtype != torch.float16 and name in ("nvfp4", "mxfp4"):
-        raise ValueError(f"scale_dtype={scale_dtype}; {name} has scales of its own kind")
-    if name.startswith("int"):
-        bits = int(name[3:])
-        return IntCodec(bits, group, group_dim, bits == 8 if symmetric is None else symmetric, scale_dtype)
-    if name.startswith("fp8"):
-        return Fp8(name, group, group_dim, scale_dtype, tensor_scale)
-    return Fp4(name, group, group_dim, tensor_scale)

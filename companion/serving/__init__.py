@@ -2,11 +2,12 @@
 
 scheduler   who computes what in the next step
 simulation  the same scheduler with a clock that a cost model turns: what to expect before it is measured
-records     a step as it was, measured or simulated
+records     a request and a step as they are planned; a step as it was, measured or simulated
 """
 
-from .scheduler import Chunk, Plan, Refused, Scheduler
-from .simulation import Arrival, Part, Step, Timeline, roofline, simulate
+from .records import Chunk, Part, Plan, Step
+from .scheduler import Refused, Scheduler
+from .simulation import Arrival, Timeline, roofline, simulate
 
 __all__ = [
     "Arrival",

@@ -29,82 +29,18 @@ never the oldest while there is another, and alone it has its blocks, for what e
 The oldest request computes at least one token of its prompt or samples one in every step.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
 
 from ..checks import whole
-from ..paging import BlockManager, PagedSequence, PoolFull, blocks_needed
+from ..paging import BlockManager, PoolFull, blocks_needed
 from ..paging.errors import must
 from ..paging.prefix import Extra, as_tokens, encode_extra
+from .records import Chunk, Job, Plan
 
 
 class Refused(ValueError):
     """A request that can never be served by this engine; the message says why."""
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One request as the scheduler keeps it; to be read, not written.
-
-    state is "waiting", "running" or "ended". tokens: prompt and sampled ids. computed: how many of them are
-    in the cache now. cached: prompt tokens that were found there when it was first admitted. work: tokens
-    computed so far, those of lost blocks again each time.
-    """
-
-    id: Hashable
-    number: int  # of arrival
-    tokens: array
-    prompt: int
-    max_new_tokens: int
-    extra: Extra = ()
-    state: str = "waiting"
-    seq: PagedSequence | None = None
-    computed: int = 0
-    cached: int | None = None
-    work: int = 0
-    preemptions: int = 0
-
-    @property
-    def todo(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
-        return len(self.tokens) - self.computed
-
-    @property
-    def most(self) -> int:
-        """Tokens it may have in the cache at most: the last one is sampled and never computed."""
-        return self.prompt + self.max_new_tokens - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """job.tokens[start : start + count] are computed in this step; samples: the last one gives a token."""
-
-    job: Job
-    start: int
-    count: int
-    samples: bool
-
-    @property
-    def stop(self) -> int:
-        """The position behind the last one computed."""
-        return self.start + self.count
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step. copies: (source, destination) blocks to copy first, as `BlockManager.append` asks for."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    admitted: list[Job] = field(default_factory=list)
-    preempted: list[Job] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens computed, over all chunks."""
-        return sum(c.count for c in self.chunks)
 
 
 class Scheduler:

@@ -239,8 +239,8 @@ def test_a_step_costs_the_same_however_many_wait():
     [
         (("a", [], 3), "prompt is empty"),
         (("a", [-1], 3), "prompt: need token ids"),
-        (("a", [1], 0), "max_new_tokens=0"),
-        (("a", [1], True), "max_new_tokens=True"),
+        (("a", [1], 0), r"\bmax_new_tokens\b.*\b0\b"),
+        (("a", [1], True), r"\bmax_new_tokens\b.*\bTrue\b"),
         (("there", [1], 3), "has not ended yet"),
         (("waits", [1], 3), "has not ended yet"),
         (("a", [1] * 15, 3), "up to 5 blocks of 4; the pool has 4"),
@@ -273,9 +273,9 @@ def test_the_largest_that_fits_is_served():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"max_running": 0}, "max_running=0"),
+        ({"max_running": 0}, r"\bmax_running\b.*\b0\b"),
         ({"max_running": 9, "max_tokens_per_step": 8}, "max_tokens_per_step=8; need at least max_running=9"),
-        ({"max_length": 0}, "max_length=0"),
+        ({"max_length": 0}, r"\bmax_length\b.*\b0\b"),
     ],
 )
 def test_bad_options(options, message):

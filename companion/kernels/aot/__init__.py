@@ -138,9 +138,9 @@ def compile_all(
     A kernel that does not compile gives a report with `error`. Raises ValueError for unknown names,
     ImportError without Triton, RuntimeError where the child could not begin.
     """
-    from ..mode import _require_triton
+    from ..mode import require_triton
 
-    _require_triton()
+    require_triton()
     wanted = [target(arch).name for arch in (TARGETS if archs is None else archs)]
     task = {"names": None if names is None else list(names), "archs": wanted, "modules": list(modules)}
     done: list[CompileReport] = []
