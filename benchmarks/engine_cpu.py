@@ -121,7 +121,7 @@ def steps(rounds: int) -> dict:
         inputs = {w.shape[1]: torch.randn(n, w.shape[1]) for w in weights}
         alone = timed(lambda x=inputs: [product(x[w.shape[1]], w) for w in weights], rounds)
         library = timed(lambda x=inputs: [torch.nn.functional.linear(x[w.shape[1]], w) for w in weights], 3)
-        dtypes = dict(weight_dtype="fp32", kv_dtype="fp32", compute_dtype="fp32")
+        dtypes = dict(weights="fp32", kv="fp32", compute_dtype="fp32")
         predicted = decode_step(spec, machine, n, 130, **dtypes)
         rows.append(
             {

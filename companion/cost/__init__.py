@@ -8,18 +8,11 @@ Bytes are integers. `models` and `hardware` are read-only tables whose rows carr
 function takes a name from them or a spec of one's own.
 """
 
-from .compare import Comparison
-from .counts import (
-    ParameterCount,
-    active_parameters,
-    experts_touched,
-    matmul_parameters,
-    parameter_count,
-    parameters,
-)
-from .devices import HardwareSpec
-from .dtypes import BITS, bits_per_value
-from .flags import vllm_flags
+from ..formats import bits_per_value
+from .answer import Lever, Sizing
+from .checkpoint import read_gguf
+from .deployment import Deployment
+from .engines import Pages, vllm_flags
 from .flops import (
     attention_crossover,
     attention_flops_per_key,
@@ -31,24 +24,28 @@ from .flops import (
     prefill_attention_flops,
     prefill_flops,
 )
-from .gguf import read_gguf
-from .levers import Lever, levers
+from .levers import Bar, Crossings, budget, crossings, levers
 from .memory import (
+    ParameterCount,
+    active_parameters,
     cached_values,
+    experts_touched,
     kv_bytes,
     kv_bytes_per_token,
     kv_fixed_bytes,
     kv_growth_per_token,
     linear_state_bytes,
+    matmul_parameters,
+    parameter_count,
+    parameters,
     weight_bytes,
     weight_bytes_read,
 )
-from .pages import Pages
-from .registry import UnknownName, hardware, models
-from .routing import RoutingSpec
-from .sharding import cache_copies, rank_parameters, rank_spec
-from .sizing import Sizing, size
-from .spec import MLASpec, ModelSpec, MoESpec
+from .parts import MLASpec, MoESpec, RoutingSpec
+from .registry import HardwareSpec, UnknownName, hardware, models
+from .report import Comparison
+from .sizing import size
+from .spec import ModelSpec
 from .speculative import (
     best_draft_length,
     expected_tokens,
@@ -56,15 +53,23 @@ from .speculative import (
     speculative_speedup,
     verify_pass,
 )
-from .stacked import Bar, Crossings, budget, crossings
 from .step import StepCost, cache_equals_weights, decode_step, prefill, share_of_cache
-from .wire import Exchange, ParallelBytes, Wire, on_wire, parallel_bytes
+from .wire import (
+    Exchange,
+    ParallelBytes,
+    Wire,
+    cache_copies,
+    on_wire,
+    parallel_bytes,
+    rank_parameters,
+    rank_spec,
+)
 
 __all__ = [
-    "BITS",
     "Bar",
     "Comparison",
     "Crossings",
+    "Deployment",
     "Exchange",
     "HardwareSpec",
     "Lever",

@@ -7,14 +7,114 @@ cannot count is an error that names the field, never a guess.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from .families import FIXED, MOE_FIXED, SAME_AS, WINDOW_EVERYWHERE
-from .reader import Reader, language_model, read_config
-from .refusals import refuse
-from .routing import routing_of
-from .spec import MLASpec, ModelSpec, MoESpec, whole
+from ..checks import whole
+from .families import DEFAULTS, FIXED, SAME_AS, WINDOW_EVERYWHERE, refuse
+from .parts import mla_of, moe_of
+
+_NESTED = ("text_config", "language_config", "llm_config")
+_ALIASES = {
+    "hidden_size": ("n_embd",),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+    "num_key_value_heads": ("num_kv_heads",),
+    "intermediate_size": ("n_inner",),
+    "max_position_embeddings": ("n_positions",),
+    "hidden_activation": ("hidden_act", "activation_function"),
+    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "shared_expert_intermediate_size": ("shared_intermediate_size",),
+    "sliding_window_pattern": ("_sliding_window_pattern",),
+}
+
+
+class Reader:
+    """Reads checked fields of one configuration, with the family's defaults behind it."""
+
+    def __init__(self, config: Mapping, kind: str, owner: str):
+        self.config, self.owner = config, owner
+        self.defaults = DEFAULTS.get(kind, {})
+
+    def raw(self, field: str, default: Any = None) -> Any:
+        names = [n for n in (field, *_ALIASES.get(field, ())) if n in self.config]
+        for name in names:
+            if self.config[name] is not None:
+                return self.config[name]
+        # An explicit null switches a family's default off (Mistral v0.2: "sliding_window": null).
+        return None if names else self.defaults.get(field, default)
+
+    def integer(self, field: str, default: Any = ..., *, zero: bool = False) -> Any:
+        value = self.raw(field)
+        if value is None:
+            if default is ...:
+                raise ValueError(f"{self.owner}: {field} is missing")
+            return default
+        for name in (field, *_ALIASES.get(field, ())):
+            if self.config.get(name) not in (None, value):
+                raise ValueError(f"{self.owner}: {field} is {value!r}, but {name} is {self.config[name]!r}")
+        return whole(field, value, 0 if zero else 1, owner=self.owner)
+
+    def text(self, field: str, default: str) -> str:
+        value = self.raw(field)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{self.owner}: {field} must be a string, got {value!r}")
+        return value or default
+
+    def number(self, field: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{self.owner}: {field} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        value = self.raw(field)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.owner}: {field} must be true or false, got {value!r}")
+        return value
+
+
+def read_config(config: Mapping | str | os.PathLike) -> tuple[dict, str | None]:
+    """The configuration as a dict, and a name taken from the path (None for a dict)."""
+    if isinstance(config, Mapping):
+        return dict(config), None
+    if not isinstance(config, str | os.PathLike):
+        raise ValueError(f"config must be a dict or a path to config.json, got {type(config).__name__}")
+    path = Path(config)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"config: cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"config: {path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"config: {path} must hold a JSON object, got {type(data).__name__}")
+    stem = path.parent.resolve().name if path.stem == "config" else path.stem
+    return data, stem or None
+
+
+def language_model(config: dict) -> dict:
+    """The part that describes the language model; a vision tower is not counted."""
+    for key in _NESTED:
+        inner = config.get(key)
+        if inner is None:
+            continue
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"config: {key} must be an object, got {inner!r}")
+        merged = dict(inner)
+        for field in ("model_type", "tie_word_embeddings"):
+            if field in config and merged.get(field) is None:
+                merged[field] = config[field]
+        return merged
+    return config
+
 
 _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "sliding"}
 
@@ -66,7 +166,7 @@ def _layer_types(read: Reader, kind: str, layers: int) -> tuple[int | None, tupl
         types = tuple("sliding" if pattern[i % len(pattern)] == "L" else "full" for i in range(layers))
         return window, types
     if pattern is not None:
-        every = whole(read.owner, "sliding_window_pattern", pattern)
+        every = whole("sliding_window_pattern", pattern, owner=read.owner)
         types = tuple("full" if (i + 1) % every == 0 else "sliding" for i in range(layers))
         return (window if "sliding" in types else None), types
     if kind in WINDOW_EVERYWHERE:
@@ -75,58 +175,8 @@ def _layer_types(read: Reader, kind: str, layers: int) -> tuple[int | None, tupl
     return None, ("full",) * layers
 
 
-def _mla(read: Reader) -> MLASpec | None:
-    if read.raw("kv_lora_rank") is None:
-        return None
-    return MLASpec(
-        kv_rank=read.integer("kv_lora_rank"),
-        nope_dim=read.integer("qk_nope_head_dim"),
-        rope_dim=read.integer("qk_rope_head_dim"),
-        v_dim=read.integer("v_head_dim"),
-        q_rank=read.integer("q_lora_rank", None),
-    )
-
-
-def _moe(read: Reader, kind: str, ffn: int, layers: int) -> MoESpec | None:
-    experts = read.integer("num_experts", None, zero=True)
-    if not experts:
-        return None
-    width = read.integer("moe_intermediate_size", ffn)
-    shared, shared_ffn = read.integer("n_shared_experts", 0, zero=True), 0
-    if shared:
-        shared_ffn = shared * width
-    elif kind == "llama4_text":
-        shared, shared_ffn = 1, width
-    elif read.raw("shared_expert_intermediate_size"):
-        shared, shared_ffn = 1, read.integer("shared_expert_intermediate_size")
-    top_k = read.integer("num_experts_per_tok")
-    if top_k > experts:
-        raise ValueError(f"{read.owner}: num_experts_per_tok must be at most {experts}, got {top_k}")
-    step, every = read.integer("decoder_sparse_step", 1), read.integer("moe_layer_freq", 1)
-    dense = {i for i in range(layers) if (i + 1) % step or i % every}
-    for field, keep in (("mlp_only_layers", True), ("moe_layers", False)):
-        listed = read.raw(field)
-        if listed is None:
-            continue
-        if not isinstance(listed, list | tuple):
-            raise ValueError(f"{read.owner}: {field} must be a list of layers, got {listed!r}")
-        listed = {whole(read.owner, field, i, zero=True) for i in listed}
-        dense |= listed if keep else set(range(layers)) - listed
-    return MoESpec(
-        experts=experts,
-        top_k=top_k,
-        ffn=width,
-        shared=shared,
-        shared_ffn=shared_ffn,
-        first_dense=min(read.integer("first_k_dense_replace", 0, zero=True), layers),
-        dense_layers=tuple(sorted(i for i in dense if i < layers)),
-        **MOE_FIXED.get(kind, {}),
-        **routing_of(read, kind, experts, top_k),
-    )
-
-
-def parse_config(config: Mapping | str | os.PathLike, name: str | None = None) -> ModelSpec:
-    """A `ModelSpec` from a Hugging Face configuration.
+def read_fields(config: Mapping | str | os.PathLike, name: str | None = None) -> dict[str, Any]:
+    """The fields of a `ModelSpec`, out of a Hugging Face configuration.
 
     config  a dict, or a path to `config.json` or to the folder that holds it
     name    what to call the model; by default the folder's name, else the model type
@@ -148,7 +198,7 @@ def parse_config(config: Mapping | str | os.PathLike, name: str | None = None) -
     heads = read.integer("num_attention_heads")
     ffn = read.integer("intermediate_size", 4 * d_model if family == "gpt2" else ...)
     kv_heads = read.integer("num_key_value_heads", 1 if read.flag("multi_query") else heads)
-    mla = _mla(read)
+    mla = mla_of(read)
     head_dim = mla.qk_dim if mla else read.integer("head_dim", None)
     if head_dim is None:
         if d_model % heads:
@@ -161,7 +211,7 @@ def parse_config(config: Mapping | str | os.PathLike, name: str | None = None) -
         raise ValueError(
             f"{read.owner}: num_key_value_heads must divide num_attention_heads={heads}, got {kv_heads}"
         )
-    moe = _moe(read, family, ffn, layers)
+    moe = moe_of(read, family, ffn, layers)
     if moe and read.flag("mlp_bias"):
         raise ValueError(f"{read.owner}: mlp_bias is true; biases beside experts are not counted")
     window, types = _layer_types(read, family, layers)
@@ -175,7 +225,7 @@ def parse_config(config: Mapping | str | os.PathLike, name: str | None = None) -
     positions = read.integer("max_position_embeddings", None)
     if family == "gpt2":
         theta, fixed["position_rows"] = None, positions or 0
-    return ModelSpec(
+    return dict(
         name=name,
         architecture=kind,
         layers=layers,

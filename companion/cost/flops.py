@@ -6,20 +6,13 @@ One multiplication and one addition are two FLOPs. Scores and the weighted sum o
 
 from __future__ import annotations
 
-from .counts import matmul_parameters
-from .devices import HardwareSpec
-from .memory import kv_bytes, weight_bytes_read
-from .registry import resolve_hardware, resolve_model
-from .spec import ModelSpec, whole
+from ..checks import choice, whole
+from .memory import kv_bytes, matmul_parameters, weight_bytes_read
+from .registry import HardwareSpec, resolve_hardware, resolve_model
+from .spec import ModelSpec
 
 PHASES = ("decode", "prefill")
 LOGITS = ("all", "last")
-
-
-def _choice(argument: str, value: str, accepted: tuple[str, ...]) -> str:
-    if value not in accepted:
-        raise ValueError(f"{argument} must be one of {', '.join(accepted)}, got {value!r}")
-    return value
 
 
 def attention_flops_per_key(model: ModelSpec | str, *, absorbed: bool = True) -> int:
@@ -37,8 +30,8 @@ def attention_flops_per_key(model: ModelSpec | str, *, absorbed: bool = True) ->
 def decode_attention_flops(model: ModelSpec | str, context: int, *, batch: int = 1) -> int:
     """Attention FLOPs of one decode step over `context` cached tokens, the new one included."""
     model = resolve_model(model)
-    context = whole("decode_flops", "context", context, zero=True)
-    batch = whole("decode_flops", "batch", batch)
+    context = whole("context", context, 0, owner="decode_flops")
+    batch = whole("batch", batch, owner="decode_flops")
     keys = model.full_layers * context
     if model.sliding_layers:
         keys += model.sliding_layers * min(context, model.window)
@@ -67,9 +60,9 @@ def _visible_pairs(tokens: int, cached: int, window: int | None) -> int:
 def prefill_attention_flops(model: ModelSpec | str, tokens: int, *, cached: int = 0, batch: int = 1) -> int:
     """Attention FLOPs of reading `tokens` new prompt tokens after `cached` ones, under the causal mask."""
     model = resolve_model(model)
-    tokens = whole("prefill_flops", "tokens", tokens, zero=True)
-    cached = whole("prefill_flops", "cached", cached, zero=True)
-    batch = whole("prefill_flops", "batch", batch)
+    tokens = whole("tokens", tokens, 0, owner="prefill_flops")
+    cached = whole("cached", cached, 0, owner="prefill_flops")
+    batch = whole("batch", batch, owner="prefill_flops")
     pairs = model.full_layers * _visible_pairs(tokens, cached, None)
     pairs += model.sliding_layers * _visible_pairs(tokens, cached, model.window)
     return batch * pairs * attention_flops_per_key(model, absorbed=False)
@@ -86,7 +79,7 @@ def prefill_flops(
             "last": only at the last one, as when generating
     """
     model = resolve_model(model)
-    _choice("logits", logits, LOGITS)
+    choice("logits", logits, LOGITS)
     attention = prefill_attention_flops(model, tokens, cached=cached, batch=batch)
     products = 2 * matmul_parameters(model) * batch * tokens
     if logits == "last" and tokens:
@@ -104,7 +97,7 @@ def attention_crossover(model: ModelSpec | str, *, phase: str = "decode") -> flo
     keep attention below forever.
     """
     model = resolve_model(model)
-    _choice("phase", phase, PHASES)
+    choice("phase", phase, PHASES)
     products = 2 * matmul_parameters(model)
 
     def per_token(context: int) -> float:
@@ -125,27 +118,25 @@ def attention_crossover(model: ModelSpec | str, *, phase: str = "decode") -> flo
     return float(low)
 
 
-def intensity(
-    model: ModelSpec | str, batch: int, context: int, *, weight_dtype="bf16", kv_dtype="bf16"
-) -> float:
+def intensity(model: ModelSpec | str, batch: int, context: int, *, weights="bf16", kv="bf16") -> float:
     """FLOPs per byte of a decode step, weights and cache together.
 
     B (2P + 4 L h d_h n) / (W + B kv n): B at short context, bounded by the cache at long ones.
     """
     model = resolve_model(model)
-    read = weight_bytes_read(model, batch, weight_dtype)
-    read += kv_bytes(model, context, batch=batch, dtype=kv_dtype)
+    read = weight_bytes_read(model, batch, weights)
+    read += kv_bytes(model, context, batch=batch, dtype=kv)
     return decode_flops(model, context, batch=batch) / read
 
 
-def attention_intensity(model: ModelSpec | str, *, kv_dtype="bf16") -> float:
+def attention_intensity(model: ModelSpec | str, *, kv="bf16") -> float:
     """FLOPs per cached byte of decode attention: h_q / h_kv in bf16; 241.8 for DeepSeek-V3's latent."""
     model = resolve_model(model)
-    return attention_flops_per_key(model) / (kv_bytes(model, 1, dtype=kv_dtype) / model.layers)
+    return attention_flops_per_key(model) / (kv_bytes(model, 1, dtype=kv) / model.layers)
 
 
 def compute_bound_context(
-    model: ModelSpec | str, hardware: HardwareSpec | str, *, kv_dtype="bf16", compute_dtype=None
+    model: ModelSpec | str, hardware: HardwareSpec | str, *, kv="bf16", compute_dtype=None
 ) -> float:
     """Context beyond which no batch makes a decode step compute-bound; infinite if attention itself is.
 
@@ -160,5 +151,5 @@ def compute_bound_context(
         )
     ridge = device.ridge(compute_dtype or device.default_compute)
     per_token = decode_attention_flops(model, 1)
-    slack = ridge * kv_bytes(model, 1, dtype=kv_dtype) - per_token
+    slack = ridge * kv_bytes(model, 1, dtype=kv) - per_token
     return 2 * matmul_parameters(model) / slack if slack > 0 else float("inf")

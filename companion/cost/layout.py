@@ -15,14 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .counts import expert_parameters, experts_touched, matmul_parameters, parameter_count
-from .devices import HardwareSpec, _rate
-from .dtypes import bytes_for
-from .memory import weight_bytes
-from .sharding import rank_spec
-from .spec import ModelSpec, whole
+from ..checks import positive
+from ..formats import BF16, FP16, FP32, bytes_for
+from .memory import expert_parameters, experts_touched, matmul_parameters, parameter_count, weight_bytes
+from .registry import HardwareSpec
+from .spec import ModelSpec
 from .step import StepCost, decode_step, prefill, share_of_cache
-from .wire import parallel_bytes
+from .wire import parallel_bytes, rank_spec
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,9 @@ class Link:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        _rate("size", "link_bandwidth", self.bandwidth)
+        positive("link_bandwidth", self.bandwidth, owner="size")
         if self.latency != 0:
-            _rate("size", "link_latency", self.latency)
+            positive("link_latency", self.latency, owner="size")
 
     def seconds(self, layout: Layout, tokens: int, dtype) -> float | None:
         """All exchanges of a step of `tokens` tokens per group, one after another: nothing overlaps.
@@ -164,7 +163,7 @@ def _timed(
         "overhead": step.overhead_seconds,
     }
     if layout.expert is not None and layout.expert > 1:
-        read = _expert_rank_reads(layout, everyone, options["weight_dtype"], options["experts"])
+        read = _expert_rank_reads(layout, everyone, options["weights"], options["experts"])
         times["memory: weights"] = read / (device.bandwidth * options["efficiency"])
     seconds = max(times["memory: weights"], times["compute"])
     seconds += max(times["memory: cache"], step.attention_seconds) + times["overhead"]
@@ -173,7 +172,7 @@ def _timed(
     if layout.devices == 1:
         communication = 0.0
     elif link is not None:
-        wide = compute if compute in ("fp16", "bf16", "fp32") else "bf16"
+        wide = compute if compute in (FP16.name, BF16.name, FP32.name) else BF16.name
         communication = link.seconds(layout, own, wide)
         times["communication"] = communication or 0.0
         seconds += times["communication"]
@@ -186,19 +185,3 @@ def _expert_rank_reads(layout: Layout, tokens: int, dtype, experts) -> int:
     rest = matmul_parameters(part, active=False) - parameter_count(part).experts
     touched = round(experts_touched(part, tokens) * part.moe_layers * expert_parameters(part) / layout.expert)
     return bytes_for(rest, dtype) + bytes_for(touched, dtype if experts is None else experts)
-
-
-def check_devices(
-    devices: int | None, tensor: int | None, expert: int | None
-) -> tuple[int, int | None, int | None]:
-    """(devices, tensor, expert); None for ranks where only `devices` was asked. ValueError if they clash."""
-    if tensor is None and expert is None:
-        return whole("size", "devices", 1 if devices is None else devices), None, None
-    tensor = whole("size", "tensor", 1 if tensor is None else tensor)
-    expert = whole("size", "expert", 1 if expert is None else expert)
-    if devices is not None and whole("size", "devices", devices) != tensor * expert:
-        raise ValueError(
-            f"size: devices={devices}, but tensor={tensor} x expert={expert} are {tensor * expert}; "
-            "leave devices out"
-        )
-    return tensor * expert, tensor, expert

@@ -6,12 +6,12 @@ setting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .sizing import Sizing
-from .spec import whole
+from ..checks import whole
+from .answer import Sizing
 
 _WIDTH, _HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 76, 58
@@ -49,19 +49,6 @@ def stack(sizing: Sizing) -> Stack:
     return Stack(sizing.context, weights, other, cache, sizing.device_bytes * n)
 
 
-def first_context(reached: Callable[[int], bool]) -> int | None:
-    """The fewest tokens at which `reached` holds, and stays true; None if it does not by 2^40."""
-    low, high = 0, 1
-    while not reached(high):
-        low, high = high, 2 * high
-        if high > 2**40:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reached(middle) else (middle, high)
-    return high
-
-
 def contexts_for(asked: int, full: int | None) -> list[int]:
     """Powers of two around what was asked for and where the memory is full: five to seven bars."""
     end = 4096
@@ -74,7 +61,7 @@ def svg(stacks: Sequence[Stack], *, title: str, subtitle: str = "", marks: Seque
     """The picture. marks: lines of text below the title, e.g. where the lines cross."""
     if not stacks:
         raise ValueError("stacks must hold at least one bar, got none")
-    whole("svg", "memory", stacks[0].memory)
+    whole("memory", stacks[0].memory, owner="svg")
     top = 1.08 * max(max(s.memory, s.total) for s in stacks)
     plot_w, plot_h = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
     slot, floor = plot_w / len(stacks), _HEIGHT - _BOTTOM

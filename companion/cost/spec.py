@@ -6,104 +6,14 @@ It is frozen and hashable, so it can key a table; nothing in it depends on weigh
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
-from typing import Any
 
-from .routing import RoutingSpec
+from ..checks import choice, whole
+from .config import read_fields
+from .parts import MLASpec, MoESpec
 
 LAYER_TYPES = ("full", "sliding")
 QK_NORMS = (None, "head", "full")
-
-
-def whole(owner: str, name: str, value: Any, *, zero: bool = False) -> int:
-    """`value` as an int above zero (or zero, if allowed); else a ValueError naming owner and field."""
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if number < (0 if zero else 1):
-        kind = "an integer of at least 0" if zero else "a positive integer"
-        raise ValueError(f"{owner}: {name} must be {kind}, got {value!r}")
-    return number
-
-
-@dataclass(frozen=True)
-class MLASpec:
-    """Multi-head latent attention: what DeepSeek-V2, V3 and Kimi-K2 cache instead of keys and values.
-
-    A layer caches one vector of `kv_rank + rope_dim` numbers per token, whatever the number of heads.
-    `q_rank` is None where the query is projected directly (DeepSeek-V2-Lite).
-    Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1 and Table 1.
-    """
-
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-    q_rank: int | None = None
-
-    def __post_init__(self):
-        for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
-            whole("MLASpec", name, getattr(self, name))
-        if self.q_rank is not None:
-            whole("MLASpec", "q_rank", self.q_rank)
-
-    @property
-    def width(self) -> int:
-        """Numbers cached per token and layer: 512 + 64 = 576 in DeepSeek-V3."""
-        return self.kv_rank + self.rope_dim
-
-    @property
-    def qk_dim(self) -> int:
-        """Width of one query or key head before absorption: 128 + 64 = 192 in DeepSeek-V3."""
-        return self.nope_dim + self.rope_dim
-
-
-@dataclass(frozen=True)
-class MoESpec:
-    """Mixture of experts: `experts` routed ones of width `ffn`, `top_k` used per token.
-
-    shared       always-on experts, `shared_ffn` wide in all (their widths added up)
-    first_dense  the first so many layers have a dense feed-forward of the model's `ffn` instead
-    dense_layers  further dense layers, by index (Qwen's mlp_only_layers and decoder_sparse_step)
-    *_bias       extra vectors that some families keep: a bias on the router (gpt-oss), on the experts
-                 (gpt-oss), a correction added to the scores for selection only (DeepSeek-V3), and
-                 a gate on the shared expert (Qwen2-MoE)
-    routing      how experts are chosen; None where the family's rule is not known
-    swiglu_limit, swiglu_alpha  gpt-oss's activation: clamp(gate) sigmoid(alpha clamp(gate)) (1 + clamp(up));
-                 a limit of None is the plain one, the model's `act`
-    """
-
-    experts: int
-    top_k: int
-    ffn: int
-    shared: int = 0
-    shared_ffn: int = 0
-    first_dense: int = 0
-    dense_layers: tuple[int, ...] = ()
-    router_bias: bool = False
-    expert_bias: bool = False
-    correction_bias: bool = False
-    shared_gate: bool = False
-    routing: RoutingSpec | None = None
-    swiglu_limit: float | None = None
-    swiglu_alpha: float = 1.702
-
-    def __post_init__(self):
-        for name in ("experts", "top_k", "ffn"):
-            whole("MoESpec", name, getattr(self, name))
-        for name in ("shared", "shared_ffn", "first_dense"):
-            whole("MoESpec", name, getattr(self, name), zero=True)
-        if self.top_k > self.experts:
-            raise ValueError(f"MoESpec: top_k must be at most experts={self.experts}, got {self.top_k}")
-        if self.routing is not None:
-            self.routing.check(self.experts, self.top_k)
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-
-    def is_dense(self, layer: int) -> bool:
-        """True where layer `layer` (from 0) has no experts."""
-        return layer < self.first_dense or layer in self.dense_layers
 
 
 @dataclass(frozen=True)
@@ -164,18 +74,17 @@ class ModelSpec:
     def __post_init__(self):
         owner = f"ModelSpec {self.name!r}"
         for name in ("layers", "d_model", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
-            whole(owner, name, getattr(self, name))
+            whole(name, getattr(self, name), owner=owner)
         for name in ("v_head_dim", "norms_per_layer", "position_rows", "mtp_layers"):
-            whole(owner, name, getattr(self, name), zero=True)
+            whole(name, getattr(self, name), 0, owner=owner)
         for name in ("max_context", "window"):
             if getattr(self, name) is not None:
-                whole(owner, name, getattr(self, name))
+                whole(name, getattr(self, name), owner=owner)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{owner}: heads must be a multiple of kv_heads={self.kv_heads}, got {self.heads}"
             )
-        if self.qk_norm not in QK_NORMS:
-            raise ValueError(f"{owner}: qk_norm must be one of {QK_NORMS}, got {self.qk_norm!r}")
+        choice("qk_norm", self.qk_norm, QK_NORMS, owner=owner)
         types = tuple(self.layer_types) or ("sliding" if self.window else "full",) * self.layers
         bad = [t for t in types if t not in LAYER_TYPES]
         if bad:
@@ -225,6 +134,4 @@ class ModelSpec:
 
         Raises ValueError, naming the field, for a missing, ill-typed or inconsistent one.
         """
-        from .config import parse_config
-
-        return parse_config(config, name=name)
+        return cls(**read_fields(config, name=name))

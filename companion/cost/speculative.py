@@ -16,8 +16,9 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
-from .devices import HardwareSpec
-from .spec import ModelSpec, whole
+from ..checks import whole
+from .registry import HardwareSpec
+from .spec import ModelSpec
 from .step import StepCost, prefill
 
 PassCost = Callable[[int], Real]  # rows -> time of a pass, in passes of one row
@@ -29,7 +30,7 @@ def expected_tokens(alpha: Real, gamma: int) -> float:
     >>> expected_tokens(0.8, 4)
     3.3616
     """
-    gamma = whole("expected_tokens", "gamma", gamma, zero=True)
+    gamma = whole("gamma", gamma, 0, owner="expected_tokens")
     if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
         raise ValueError(f"expected_tokens: alpha must be a number from 0 to 1, got {alpha!r}")
     return float(math.fsum(alpha**i for i in range(gamma + 1)))  # the sum has no 0 / 0 at alpha = 1
@@ -46,7 +47,7 @@ def speculative_speedup(
 
     With pass_cost 1 this is theorem 3.8 of Leviathan et al. 2023.
     """
-    rows = whole("speculative_speedup", "gamma", gamma, zero=True) + 1
+    rows = whole("gamma", gamma, 0, owner="speculative_speedup") + 1
     price = pass_cost(rows) if callable(pass_cost) else pass_cost
     for name, value, least in (("pass_cost", price, 0), ("draft_cost", draft_cost, -1)):
         if not isinstance(value, Real) or not least < value < math.inf or value < 0:
@@ -58,7 +59,7 @@ def best_draft_length(
     alpha: Real, *, pass_cost: PassCost | Real = 1.0, draft_cost: Real = 0.0, longest: int = 8
 ) -> int:
     """The draft length, 0 to `longest`, of the largest speed-up; the shortest among equals."""
-    lengths = range(whole("best_draft_length", "longest", longest, zero=True) + 1)
+    lengths = range(whole("longest", longest, 0, owner="best_draft_length") + 1)
     price = pass_cost if callable(pass_cost) else lambda rows: 1.0 if rows == 1 else pass_cost
     gains = [speculative_speedup(alpha, n, pass_cost=price, draft_cost=draft_cost) for n in lengths]
     return gains.index(max(gains))
@@ -73,8 +74,8 @@ def verify_pass(
              weights and cache are read once, products are made for every row, and with experts the weights
              are those that so many tokens are expected to touch.
     """
-    rows = whole("verify_pass", "rows", rows)
-    if whole("verify_pass", "context", context) < rows:
+    rows = whole("rows", rows, owner="verify_pass")
+    if whole("context", context, owner="verify_pass") < rows:
         raise ValueError(f"verify_pass: context must be at least rows={rows}, got {context}")
     return prefill(model, hardware, rows, cached=context - rows, logits="all", **options)
 

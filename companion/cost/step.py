@@ -14,13 +14,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
-from .counts import matmul_parameters
-from .devices import HardwareSpec, _rate
-from .dtypes import bits_per_value, bytes_for
-from .flops import LOGITS, _choice, decode_attention_flops, prefill_attention_flops, prefill_flops
-from .memory import cached_values, weight_bytes_read
-from .registry import resolve_hardware, resolve_model
-from .spec import ModelSpec, whole
+from ..checks import choice, positive, whole
+from ..formats import bits_per_value, bytes_for
+from .flops import LOGITS, decode_attention_flops, prefill_attention_flops, prefill_flops
+from .memory import cached_values, matmul_parameters, weight_bytes_read
+from .registry import HardwareSpec, resolve_hardware, resolve_model
+from .spec import ModelSpec
 
 SHARDINGS = ("heads", "batch")
 
@@ -89,7 +88,7 @@ def share_of_cache(
     a latent, which all heads share, is copied to every device. "batch" gives each device whole sequences.
     """
     model = resolve_model(model)
-    _choice("kv_sharding", kv_sharding, SHARDINGS)
+    choice("kv_sharding", kv_sharding, SHARDINGS)
     if kv_sharding == "batch":
         return Fraction(-(-batch // devices), batch)
     if model.mla:
@@ -97,34 +96,27 @@ def share_of_cache(
     return Fraction(-(-model.kv_heads // devices), model.kv_heads)
 
 
-def _share(owner: str, name: str, value) -> float:
-    value = _rate(owner, name, value)
-    if value > 1:
-        raise ValueError(f"{owner}: {name} must be above 0 and at most 1, got {value!r}")
-    return value
-
-
 def _cost(
-    owner, model, device, *, tokens, batch, context, held, products, attention, weight_dtype, experts,
-    kv_dtype, compute_dtype, efficiency, compute_efficiency, devices, kv_sharding, overhead_seconds,
+    owner, model, device, *, tokens, batch, context, held, products, attention, weights, experts,
+    kv, compute_dtype, efficiency, compute_efficiency, devices, kv_sharding, overhead_seconds,
 ) -> StepCost:  # fmt: skip
-    devices = whole(owner, "devices", devices)
-    efficiency = _share(owner, "efficiency", efficiency)
-    reached = (
-        efficiency if compute_efficiency is None else _share(owner, "compute_efficiency", compute_efficiency)
-    )
-    overhead = 0.0 if overhead_seconds == 0 else _rate(owner, "overhead_seconds", overhead_seconds)
+    devices = whole("devices", devices, owner=owner)
+    efficiency = positive("efficiency", efficiency, 1, owner=owner)
+    reached = efficiency
+    if compute_efficiency is not None:
+        reached = positive("compute_efficiency", compute_efficiency, 1, owner=owner)
+    overhead = 0.0 if overhead_seconds == 0 else positive("overhead_seconds", overhead_seconds, owner=owner)
     bandwidth = device.bandwidth * efficiency
     peak = device.peak(compute_dtype or device.default_compute) * reached
-    weights = weight_bytes_read(model, tokens, weight_dtype, experts=experts)
+    read = weight_bytes_read(model, tokens, weights, experts=experts)
     kv_share = share_of_cache(model, devices, kv_sharding, batch)
-    kv = bytes_for(held * kv_share * devices, kv_dtype, argument="kv_dtype")
+    cache = bytes_for(held * kv_share * devices, kv, argument="kv")
     # Query heads are split over the devices even where what they read is copied.
     query_share = float(kv_share) if kv_sharding == "batch" else 1 / devices
     times = {
-        "weights_seconds": weights / devices / bandwidth,
+        "weights_seconds": read / devices / bandwidth,
         "matmul_seconds": products / devices / peak,
-        "kv_seconds": kv / devices / bandwidth,
+        "kv_seconds": cache / devices / bandwidth,
         "attention_seconds": attention * query_share / peak,
         "overhead_seconds": overhead,
     }
@@ -133,7 +125,7 @@ def _cost(
     seconds = max(times["weights_seconds"], times["matmul_seconds"])
     seconds += max(times["kv_seconds"], times["attention_seconds"]) + overhead
     return StepCost(
-        batch=batch, context=context, tokens=tokens, devices=devices, weights_bytes=weights, kv_bytes=kv,
+        batch=batch, context=context, tokens=tokens, devices=devices, weights_bytes=read, kv_bytes=cache,
         matmul_flops=products, attention_flops=attention, **times, seconds=seconds, bound_by=bound,
     )  # fmt: skip
 
@@ -144,9 +136,9 @@ def decode_step(
     batch: int = 1,
     context: int = 1,
     *,
-    weight_dtype="bf16",
+    weights="bf16",
     experts=None,
-    kv_dtype="bf16",
+    kv="bf16",
     compute_dtype=None,
     efficiency: float = 1.0,
     compute_efficiency: float | None = None,
@@ -157,7 +149,7 @@ def decode_step(
     """One decode step: a token for each of `batch` sequences.
 
     context             cached tokens per sequence, the new one included
-    weight_dtype        format in which weights are read; kv_dtype likewise for the cache
+    weights             format in which weights are read; kv likewise for the cache
     experts             another format for the routed experts alone
     compute_dtype       format of the products; by default the device's bf16, else fp16, else fp32, whatever
                         the weights are stored in (weight-only quantisation)
@@ -170,12 +162,12 @@ def decode_step(
     Raises ValueError naming the argument.
     """
     model, device = resolve_model(model), resolve_hardware(hardware)
-    batch = whole("decode_step", "batch", batch)
+    batch = whole("batch", batch, owner="decode_step")
     return _cost(
         "decode_step", model, device, tokens=batch, batch=batch, context=context,
         held=cached_values(model, context, batch=batch), products=2 * matmul_parameters(model) * batch,
-        attention=decode_attention_flops(model, context, batch=batch), weight_dtype=weight_dtype,
-        experts=experts, kv_dtype=kv_dtype, compute_dtype=compute_dtype, efficiency=efficiency,
+        attention=decode_attention_flops(model, context, batch=batch), weights=weights,
+        experts=experts, kv=kv, compute_dtype=compute_dtype, efficiency=efficiency,
         compute_efficiency=compute_efficiency, devices=devices, kv_sharding=kv_sharding,
         overhead_seconds=overhead_seconds,
     )  # fmt: skip
@@ -189,9 +181,9 @@ def prefill(
     batch: int = 1,
     cached: int = 0,
     logits: str = "last",
-    weight_dtype="bf16",
+    weights="bf16",
     experts=None,
-    kv_dtype="bf16",
+    kv="bf16",
     compute_dtype=None,
     efficiency: float = 1.0,
     compute_efficiency: float | None = None,
@@ -208,21 +200,21 @@ def prefill(
     The other arguments are those of `decode_step`. The cache's time counts one read of it.
     """
     model, device = resolve_model(model), resolve_hardware(hardware)
-    tokens, batch = whole("prefill", "tokens", tokens), whole("prefill", "batch", batch)
-    cached = whole("prefill", "cached", cached, zero=True)
-    _choice("logits", logits, LOGITS)
+    tokens, batch = whole("tokens", tokens, owner="prefill"), whole("batch", batch, owner="prefill")
+    cached = whole("cached", cached, 0, owner="prefill")
+    choice("logits", logits, LOGITS)
     attention = prefill_attention_flops(model, tokens, cached=cached, batch=batch)
     total = prefill_flops(model, tokens, cached=cached, batch=batch, logits=logits)
     return _cost(
         "prefill", model, device, tokens=tokens * batch, batch=batch, context=cached + tokens,
         held=cached_values(model, cached + tokens, batch=batch, step=tokens), products=total - attention,
-        attention=attention, weight_dtype=weight_dtype, experts=experts, kv_dtype=kv_dtype,
+        attention=attention, weights=weights, experts=experts, kv=kv,
         compute_dtype=compute_dtype, efficiency=efficiency, compute_efficiency=compute_efficiency,
         devices=devices, kv_sharding=kv_sharding, overhead_seconds=overhead_seconds,
     )  # fmt: skip
 
 
-def cache_equals_weights(model: ModelSpec | str, *, weight_dtype="bf16", kv_dtype="bf16") -> float:
+def cache_equals_weights(model: ModelSpec | str, *, weights="bf16", kv="bf16") -> float:
     """Cached tokens, summed over the batch, that take as many bytes to read as the weights.
 
     114,516 for Llama-3.1-8B in bf16; full-attention models only, where every token counts alike.
@@ -230,6 +222,6 @@ def cache_equals_weights(model: ModelSpec | str, *, weight_dtype="bf16", kv_dtyp
     model = resolve_model(model)
     if model.sliding_layers:
         raise ValueError(f"model {model.name!r} has sliding layers; its cache is not linear in tokens")
-    weights = bytes_for(matmul_parameters(model, active=False), weight_dtype, argument="weight_dtype")
-    per_token = model.layers * model.cached_width * bits_per_value(kv_dtype, argument="kv_dtype")
-    return float(8 * weights / per_token)
+    read = bytes_for(matmul_parameters(model, active=False), weights, argument="weights")
+    per_token = model.layers * model.cached_width * bits_per_value(kv, argument="kv")
+    return float(8 * read / per_token)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Lock
 
-from ..cost.registry import near_names
+from ..checks import near_names
 from .answers import HOPELESS, LATER, Answer, Fault, read_body, read_stream
 from .transport import (
     Clock,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..caches import Cache, make_cache
 from ..cost import ModelSpec, matmul_parameters, models
-from ..cost.dtypes import dtype_name
+from ..formats import dtype_name
 from ..model import Decoder
 from ..parallel.weights import RandomWeights
 from .points import SUFFIX, Point, Run, Shape
@@ -19,18 +19,18 @@ from .probes import Stopwatch
 
 @dataclass
 class Variant:
-    """A decoder with a kind of cache. cache_options: for `make_cache`. kv_dtype: what it stores, or bits."""
+    """A decoder with a kind of cache. cache_options: for `make_cache`. kv: what it stores, or bits."""
 
     decoder: Decoder
     cache: str = "contiguous"
     cache_options: dict = field(default_factory=dict)
-    kv_dtype: str | float | None = None
+    kv: str | float | None = None
 
     def shape(self) -> Shape:
         """What is read in a step: the model, and in which formats."""
         own, quantized = dtype_name(self.decoder.dtype), self.decoder.weight_format is not None
         weights = _bits_read(self.decoder) if quantized else own
-        return Shape(self.decoder.spec, weights, self.kv_dtype or own, own)
+        return Shape(self.decoder.spec, weights, self.kv or own, own)
 
     def empty(self, batch: int, max_tokens: int) -> Cache:
         """A fresh cache of this variant's kind."""

@@ -198,8 +198,8 @@ class Shape:
     """A model as the cost model sees it: its spec, and the formats of weights, cache and products."""
 
     spec: ModelSpec
-    weight_dtype: str | float = "bf16"  # or bits per value
-    kv_dtype: str | float = "bf16"
+    weights: str | float = "bf16"  # or bits per value
+    kv: str | float = "bf16"
     compute_dtype: str | None = None
 
     def to_dict(self) -> dict:
@@ -223,7 +223,7 @@ class Prediction:
 
 def predict(point: Point, shape: Shape, hardware: HardwareSpec) -> Prediction:
     """The time of the first token and of a step in the middle of those that are timed."""
-    formats = {"weight_dtype": shape.weight_dtype, "kv_dtype": shape.kv_dtype}
+    formats = {"weights": shape.weights, "kv": shape.kv}
     formats["compute_dtype"] = shape.compute_dtype
     middle = point.context + (point.new_tokens + 1) // 2
     step = decode_step(shape.spec, hardware, point.batch, middle, **formats)

@@ -10,10 +10,11 @@ import statistics
 import sys
 from collections.abc import Callable
 
+from ..checks import near_names
 from ..cost import HardwareSpec, hardware
 from ..cost.command import find_model
-from ..cost.dtypes import bits_per_value
-from ..cost.registry import near_names, resolve_hardware
+from ..cost.registry import resolve_hardware
+from ..formats import bits_per_value
 from .answers import Answer
 from .client import Endpoint
 from .points import CPU, GPU, READ, SERVER, Point, Run, Shape, Sizes, other_ending, prompt

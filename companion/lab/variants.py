@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..checks import near_names
 from ..cost import ModelSpec, cached_values, parameters
-from ..cost.dtypes import dtype_name
-from ..cost.registry import near_names
+from ..formats import dtype_name
 from ..model import Decoder, quantize_weights
 from ..model.load import check_device
 from .local import DecoderTarget, Variant, as_mixture, random_decoder, with_heads
@@ -48,7 +48,7 @@ def _precisions(decoder: Decoder) -> dict[str, Variant]:
     tokens = 1024
     cache = quantized.empty(1, tokens)
     bits = 8 * cache.nbytes / cached_values(decoder.spec, tokens)  # as allocated, scales and tail included
-    return {full: Variant(decoder), few: Variant(decoder, "quantized", CODEC, kv_dtype=round(bits, 3))}
+    return {full: Variant(decoder), few: Variant(decoder, "quantized", CODEC, kv=round(bits, 3))}
 
 
 def _weights(decoder: Decoder) -> dict[str, Variant]:

@@ -6,11 +6,20 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 
-from ..cost import counts, flops, memory, sizing, stacked, step
-from ..cost.config import parse_config
-from ..cost.devices import HardwareSpec
-from ..cost.registry import hardware, models, resolve_hardware, resolve_model
-from ..cost.routing import RoutingSpec
+from ..cost import (
+    HardwareSpec,
+    ModelSpec,
+    RoutingSpec,
+    budget,
+    crossings,
+    flops,
+    hardware,
+    memory,
+    models,
+    sizing,
+    step,
+)
+from ..cost.registry import resolve_hardware, resolve_model
 
 POINTS = 64
 
@@ -31,8 +40,11 @@ def _points(name: str, values) -> list:
 
 
 def _budget(model, contexts, **arguments):
-    bars = stacked.budget(model, contexts=_points("contexts", contexts), **arguments)
-    return {"bars": [b.to_dict() for b in bars], "crossings": asdict(stacked.crossings(model, **arguments))}
+    bars = budget(model, contexts=_points("contexts", contexts), **arguments)
+    return {
+        "bars": [b.to_dict() for b in bars],
+        "crossings": asdict(crossings(model, **arguments)),
+    }
 
 
 def _bill(contexts, **arguments):
@@ -50,7 +62,7 @@ def _roofline(model, hardware, batch, context, batches, weights="bf16", kv="bf16
 
     trace: the same decode step at other batches
     """
-    device, formats = resolve_hardware(hardware), {"weight_dtype": weights, "kv_dtype": kv}
+    device, formats = resolve_hardware(hardware), {"weights": weights, "kv": kv}
     dtype, shown = device.default_compute, ("batch", "intensity", "flops_per_second")
     asked = _points("batches", batches)
     trace = [step.decode_step(model, device, n, context, **formats).to_dict() for n in asked]
@@ -80,9 +92,9 @@ def _experts(model, hardware, batch, batches, context=1024, weights="bf16", expe
     models_of_row = dict(zip(("mixture", "active", "total"), (model, *_twins(model)), strict=True))
 
     def row(n):
-        out = {"batch": n, "touched": counts.experts_touched(model, n)}
+        out = {"batch": n, "touched": memory.experts_touched(model, n)}
         for name, m in models_of_row.items():
-            cost = step.decode_step(m, device, n, context, weight_dtype=weights, experts=experts)
+            cost = step.decode_step(m, device, n, context, weights=weights, experts=experts)
             out[name] = {
                 "weights_bytes": cost.weights_bytes,
                 "seconds": cost.seconds,
@@ -102,20 +114,20 @@ def _experts(model, hardware, batch, batches, context=1024, weights="bf16", expe
 
 
 OPS: dict[str, Callable] = {
-    "active_parameters": counts.active_parameters,
+    "active_parameters": memory.active_parameters,
     "bill": _bill,
     "budget": _budget,
     "decode_flops": flops.decode_flops,
     "decode_step": lambda **a: step.decode_step(**a).to_dict(),
     "experts": _experts,
-    "experts_touched": counts.experts_touched,
+    "experts_touched": memory.experts_touched,
     "hardware": _list(hardware),
     "intensity": flops.intensity,
     "kv_bytes": memory.kv_bytes,
     "kv_bytes_per_token": memory.kv_bytes_per_token,
     "mixtures": lambda: [name for name, m in models.items() if m.moe],
     "models": _list(models),
-    "parameters": lambda **a: counts.parameter_count(**a).to_dict(),
+    "parameters": lambda **a: memory.parameter_count(**a).to_dict(),
     "prefill": lambda **a: step.prefill(**a).to_dict(),
     "prefill_flops": flops.prefill_flops,
     "roofline": _roofline,
@@ -132,7 +144,7 @@ def _reply(request: str):
     if not isinstance(op, str) or op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     if isinstance(data.get("model"), Mapping):
-        data["model"] = parse_config(data["model"], name=data["model"].get("name"))
+        data["model"] = ModelSpec.from_config(data["model"], name=data["model"].get("name"))
     if isinstance(data.get("hardware"), Mapping):
         device = data["hardware"]
         data["hardware"] = HardwareSpec(**{"name": "this machine", "device_bytes": None, **device})

@@ -9,7 +9,7 @@ from .steps import told
 
 LIMITS = {"num_blocks": 65536, "requests": 200, "tokens": 65536, "steps": 4000}
 OPTIONS = ("block_size", "max_running", "max_tokens_per_step", "prefix_caching", "max_length")
-DTYPES = ("weight_dtype", "kv_dtype", "compute_dtype")
+DTYPES = ("weights", "kv", "compute_dtype")
 ROOFLINE = (*DTYPES, "efficiency", "compute_efficiency", "overhead_seconds")
 
 

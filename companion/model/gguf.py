@@ -1,6 +1,6 @@
 """GGUF: a header of key-value pairs, a table of tensors, and blocks of quantized numbers.
 
-The header is read by `companion.cost.gguf_header`. A tensor that would end beyond the file is refused too.
+The header is read by `companion.cost.gguf`. A tensor that would end beyond the file is refused too.
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..cost.gguf_header import SHORTEST, HeaderBytes
-from ..cost.gguf_header import TYPES as BLOCKS
+from ..cost.gguf import SHORTEST, HeaderBytes
+from ..cost.gguf import TYPES as BLOCKS
 
 TYPES = {kind: BLOCKS[kind] for kind in (0, 1, 2, 3, 8, 30)}  # that `dequantize` knows
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cost import ModelSpec
+from ..cost.checkpoint import gguf_spec
 from .decoder import Decoder
 from .fetch import smollm2
 from .gguf import GGUF
@@ -17,6 +18,15 @@ from .tokenizer import Tokenizer
 NAMES: dict[str, Callable[[], Path]] = {"smollm2-135m": smollm2}
 
 _GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_GGUF_KEYS = (
+    "block_count",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "context_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.freq_base",
+)
 _GGUF_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -74,7 +84,7 @@ def check_device(device: torch.device | str) -> None:
 
 def _load_gguf(path: Path, dtype, device, name: str) -> tuple[Decoder, Tokenizer]:
     with GGUF(path) as file:
-        spec = gguf_spec(file, name)
+        spec = read_spec(file, name)
         heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}
 
         def take(hf_name: str) -> Tensor:
@@ -93,44 +103,28 @@ def _load_gguf(path: Path, dtype, device, name: str) -> tuple[Decoder, Tokenizer
     return decoder, tokenizer
 
 
-def gguf_spec(file: GGUF, name: str) -> ModelSpec:
-    """The shape of a GGUF model, through the parser of configurations. Raises ValueError for missing keys."""
+def read_spec(file: GGUF, name: str) -> ModelSpec:
+    """The shape of an open GGUF file, read as `companion.cost.checkpoint` reads it.
+
+    Raises ValueError for missing keys, and for what is counted there but not loaded here.
+    """
     meta, arch = file.meta, file.meta.get("general.architecture")
-    if arch not in _GGUF_FAMILIES:  # others store norms, experts or heads in ways of their own
+    if (
+        arch not in _GGUF_FAMILIES or f"{arch}.expert_count" in meta
+    ):  # others store heads or experts otherwise
         raise ValueError(
             f"{file.path.name}: architecture={arch!r} is not supported in GGUF; accepted: "
-            f"{', '.join(_GGUF_FAMILIES)}, and more from a folder of safetensors"
+            f"{', '.join(_GGUF_FAMILIES)} without experts, and more from a folder of safetensors"
         )
-
-    def key(k: str):
-        if f"{arch}.{k}" not in meta:
-            raise ValueError(f"{file.path.name}: the header lacks {arch}.{k}")
-        return meta[f"{arch}.{k}"]
-
-    embedding = file.entries.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ValueError(f"{file.path.name}: no matrix 'token_embd.weight'")
-    layers = key("block_count")
+    for key in _GGUF_KEYS:
+        if f"{arch}.{key}" not in meta:
+            raise ValueError(f"{file.path.name}: the header lacks {arch}.{key}")
+    layers = meta[f"{arch}.block_count"]
     if isinstance(layers, int) and layers > len(file.entries):
         raise ValueError(f"{file.path.name}: {layers} layers, but {len(file.entries)} tensors")
     _refuse_scaled_positions(file, arch)
-    config = {
-        "model_type": arch,
-        "num_hidden_layers": layers,
-        "hidden_size": key("embedding_length"),
-        "intermediate_size": key("feed_forward_length"),
-        "num_attention_heads": key("attention.head_count"),
-        "num_key_value_heads": meta.get(f"{arch}.attention.head_count_kv", key("attention.head_count")),
-        "head_dim": meta.get(f"{arch}.attention.key_length", meta.get(f"{arch}.rope.dimension_count")),
-        "vocab_size": embedding.shape[0],
-        "max_position_embeddings": key("context_length"),
-        "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
-        "rope_theta": key("rope.freq_base"),
-        "tie_word_embeddings": "output.weight" not in file.entries,
-        "attention_bias": "blk.0.attn_q.bias" in file.entries,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.entries,
-    }
-    return ModelSpec.from_config(config, name=name)
+    shapes = {tensor: entry.shape for tensor, entry in file.entries.items()}
+    return gguf_spec(meta, shapes, file=file.path.name, name=name)
 
 
 def _refuse_scaled_positions(file: GGUF, arch: str) -> None:

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from ..cost.dtypes import dtype_name
+from ..formats import dtype_name
 from ..moe import MoE
 from .attention import Attention, LatentAttention
 from .blocks import FeedForward

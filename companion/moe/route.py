@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ..cost.routing import check_routing
+from ..cost.parts import check_routing
 
 TINY = 1e-20  # DeepSeek-V3's: sigmoids may all be 0. It changes no sum above 1e-4, not even in float64
 

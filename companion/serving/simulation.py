@@ -86,8 +86,8 @@ def roofline(
     model: ModelSpec | str,
     hardware: HardwareSpec | str,
     *,
-    weight_dtype: str = "bf16",
-    kv_dtype: str = "bf16",
+    weights: str = "bf16",
+    kv: str = "bf16",
     compute_dtype: str | None = None,
     efficiency: float = 1.0,
     compute_efficiency: float = 1.0,
@@ -95,7 +95,7 @@ def roofline(
 ) -> Seconds:
     """Seconds of a step of decodes and chunks together, by the formula of `companion.cost.decode_step`.
 
-    max(weights / bandwidth, products / peak) + max(cache / bandwidth, attention / peak) + overhead: weights
+    max(held / bandwidth, products / peak) + max(cache / bandwidth, attention / peak) + overhead: weights
     are read once for all tokens, each request's cache once. efficiency: share of the bandwidth that is
     reached; compute_efficiency: of the peak.
     """
@@ -110,11 +110,11 @@ def roofline(
 
     def seconds(parts: Sequence[Part]) -> float:
         tokens = sum(p.count for p in parts)
-        weights = weight_bytes_read(spec, tokens, weight_dtype)
+        held = weight_bytes_read(spec, tokens, weights)
         attention = sum(prefill_attention_flops(spec, p.count, cached=p.start) for p in parts)
         products = sum(prefill_flops(spec, p.count, cached=p.start, logits="last") for p in parts) - attention
-        cache = sum(kv_bytes(spec, p.start + p.count, dtype=kv_dtype, step=p.count) for p in parts)
-        read, look = max(weights / bandwidth, products / peak), max(cache / bandwidth, attention / peak)
+        cache = sum(kv_bytes(spec, p.start + p.count, dtype=kv, step=p.count) for p in parts)
+        read, look = max(held / bandwidth, products / peak), max(cache / bandwidth, attention / peak)
         return float(read + look + overhead_seconds)
 
     return seconds

@@ -148,13 +148,13 @@ def test_inter_token_latency_grows_with_context():
 def test_critical_batch_follows_the_weight_format():
     """Weight-only int8 halves the batch at which products take as long as reading the weights."""
     for dtype, batch in [("bf16", 295), ("int8", 148)]:
-        step = decode_step(M8, "h100-sxm", batch, 1, weight_dtype=dtype)
+        step = decode_step(M8, "h100-sxm", batch, 1, weights=dtype)
         assert step.matmul_seconds / step.weights_seconds == pytest.approx(1, rel=5e-3)
 
 
 def test_pope_ideal_times():
     """PaLM-540B on 64 TPU v4, batch 64, int8 weights, 2048 tokens: 7.03, 3.93 and 0.21 of 28.4 ms."""
-    options = dict(weight_dtype="int8", devices=64, kv_sharding="batch")
+    options = dict(weights="int8", devices=64, kv_sharding="batch")
     step = decode_step("palm-540b", "tpu-v4", 64, 2048, **options)
     assert step.weights_seconds * 1e3 == pytest.approx(7.03, rel=1e-3)
     assert step.matmul_seconds * 1e3 == pytest.approx(3.93, rel=1e-3)
@@ -181,7 +181,7 @@ def test_pope_maximum_context(heads, kv_heads, head_dim, sharding, tokens128, to
 
 def test_multi_query_saves_flops_at_fixed_width():
     """4 d^2 becomes 2 d^2 + 2 d d_h: 48.4 % of the projections, not almost nothing."""
-    from companion.cost.counts import attention_parameters
+    from companion.cost.memory import attention_parameters
 
     def projections(kv_heads):
         return attention_parameters(ModelSpec("m", "llama", 1, 4096, 32, kv_heads, 128, 1, 1))
@@ -247,10 +247,10 @@ def test_prefill_time():
 
 def test_measured_machine_and_efficiency():
     machine = HardwareSpec.measured("bench", bandwidth=16.3e9, flops=104e9)
-    step = decode_step("smollm2-135m", machine, weight_dtype="fp32", kv_dtype="fp32")
+    step = decode_step("smollm2-135m", machine, weights="fp32", kv="fp32")
     assert step.seconds * 1e3 == pytest.approx(33, abs=0.05)
     assert step.matmul_seconds * 1e3 == pytest.approx(2.6, abs=0.05)
-    half = decode_step("smollm2-135m", machine, weight_dtype="fp32", kv_dtype="fp32", efficiency=0.5)
+    half = decode_step("smollm2-135m", machine, weights="fp32", kv="fp32", efficiency=0.5)
     assert half.seconds == pytest.approx(2 * step.seconds)
     launched = decode_step("smollm2-135m", machine, overhead_seconds=1.0)
     assert launched.bound_by == "overhead"

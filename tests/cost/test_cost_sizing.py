@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from companion.cost import (
-    BITS,
     HardwareSpec,
     ModelSpec,
     bits_per_value,
@@ -23,6 +22,7 @@ from companion.cost import (
     size,
     weight_bytes,
 )
+from companion.formats import FORMATS
 
 NAMES = sorted(set(models) - {"palm-540b"})
 FITTING = st.fixed_dictionaries(
@@ -135,13 +135,15 @@ def test_copied_heads_are_paid_for():
 
 def test_experts_in_another_format():
     plain, mixed = (size("gpt-oss-20b", "h100-sxm", experts=e) for e in (None, "mxfp4"))
-    assert mixed.weights_bytes < plain.weights_bytes / 2 and mixed.experts_dtype == "mxfp4"
+    assert mixed.weights_bytes < plain.weights_bytes / 2 and mixed.experts == "mxfp4"
     assert mixed.decode_tokens_per_second > plain.decode_tokens_per_second
 
 
 def test_bits():
-    for name in BITS:
-        assert bits_per_value(name) == BITS[name]
+    known = dict(fp32=32, bf16=16, fp16=16, fp8=8, fp8_e4m3=8, fp8_e5m2=8, int8=8, int4=4, int2=2)
+    known |= {"nvfp4": 4 + 8 / 16, "mxfp4": 4 + 8 / 32, "mxfp8": 8 + 8 / 32, "kivi4": 5, "kivi2": 3}
+    known |= {"int8-g32": 8 + 16 / 32, "int4-g32": 4 + 16 / 32, "int4-g128": 4 + 20 / 128}
+    assert {name: bits_per_value(name) for name in FORMATS} == known
     assert bits_per_value(8.5) == bits_per_value("int8-g32") == 8.5
     for spelling in ("bfloat16", "torch.bfloat16", "BF16", "half", "float16"):
         assert bits_per_value(spelling) == 16

@@ -73,7 +73,7 @@ def test_a_few_rows_are_free_where_weights_are_read_and_cost_where_experts_are()
     assert 1.4 < experts(2) < 1.7 < experts(4)  # two tokens touch nearly twice the routed experts
     slow = HardwareSpec.measured(bandwidth=30e9, flops=60e9)
     model = models["smollm2-135m"]
-    cpu = predicted_pass_cost(model, slow, 512, weight_dtype="fp32", kv_dtype="fp32")
+    cpu = predicted_pass_cost(model, slow, 512, weights="fp32", kv="fp32")
     assert cpu(1) == 1 and cpu(32) > 2 and cpu(600) > cpu(32)
     assert (
         verify_pass(model, slow, 5, 512).seconds == prefill(model, slow, 5, cached=507, logits="all").seconds

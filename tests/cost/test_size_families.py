@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 from companion.cost import ModelSpec, models, parameters, size
+from companion.cost.checkpoint import find_source
 from companion.cost.families import CHECKED, LATENT, NOT_COUNTED, SAME_AS, SPARSE
-from companion.cost.sources import find_source
 
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from companion.cost import ModelSpec, kv_bytes, parameters, read_gguf
+from companion.cost.checkpoint import find_source
 from companion.cost.gguf import TYPES, read_header
-from companion.cost.sources import find_source
 
 Q4_1 = 20 / 32
 
@@ -40,10 +40,10 @@ def test_the_real_model(real):
 def test_the_same_shape_as_the_loaders(real):
     """`companion.model` reads the numbers too; what both say of the shape is one."""
     from companion.model.gguf import GGUF
-    from companion.model.load import gguf_spec
+    from companion.model.load import read_spec
 
     with GGUF(real) as file:
-        theirs = gguf_spec(file, "x")
+        theirs = read_spec(file, "x")
         ours = read_header(real)
         assert {k: v for k, v in file.meta.items() if not isinstance(v, list)}.items() <= ours.meta.items()
         assert {n: (e.shape, e.kind) for n, e in file.entries.items()} == ours.tensors

@@ -20,7 +20,7 @@ from companion.cost import (
     size,
     weight_bytes,
 )
-from companion.cost.pages import group_layers
+from companion.cost.engines import group_layers
 
 M70 = "llama-3.1-70b"
 
@@ -184,7 +184,7 @@ def test_stated_assumptions_are_counted_and_shown():
 
 def test_weights_as_a_figure():
     found = size("phi-4", "h100-sxm", weights_bytes=9_000_000_001)
-    assert found.weights_bytes == 9_000_000_001 and found.weights_dtype == "4.911"
+    assert found.weights_bytes == 9_000_000_001 and found.weights == "4.911"
     ratio = found.decode_seconds / size("phi-4", "h100-sxm").decode_seconds
     assert ratio < 0.45  # fewer bytes are read, too
 

@@ -42,7 +42,7 @@ class MadeUpTarget:
         self.measured.append(point.id)
         if point.id in self.faults or "all" in self.faults:
             return Run(fault="it broke")
-        formats = {"weight_dtype": "fp32", "kv_dtype": "fp32", "compute_dtype": "fp32"}
+        formats = {"weights": "fp32", "kv": "fp32", "compute_dtype": "fp32"}
         middle = point.context + (point.new_tokens + 1) // 2
         itl = decode_step(SPEC, self.device, point.batch, middle, **formats).seconds * self.noise()
         ttft = (

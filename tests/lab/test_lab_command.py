@@ -165,7 +165,7 @@ def test_formats_may_be_bits(server):
     argv = ("--endpoint", "h:1", "--spec", "smollm2-135m", "--hardware", "t4", "--sweeps", "batch")
     run(*argv, "--weights", "5", "--kv", "fp16")
     told = read("lab.json")["sweeps"]["batch"]["predicted"]["base/n64/b1"]
-    assert told["itl_s"] == decode_step(SPEC, "t4", 1, 68, weight_dtype=5, kv_dtype="fp16").seconds
+    assert told["itl_s"] == decode_step(SPEC, "t4", 1, 68, weights=5, kv="fp16").seconds
 
 
 def test_a_resumed_session_asks_in_other_words(server):

@@ -61,7 +61,7 @@ def target(monkeypatch):
     def spying(x, cache=None, *, lengths=None):
         B, S, _ = x.shape
         context = len(cache) + S
-        formats = {"weight_dtype": "fp32", "kv_dtype": "fp32"}
+        formats = {"weights": "fp32", "kv": "fp32"}
         watch.calls.append(S * decode_step(SPEC, HERE, B, context, **formats).seconds)
         return through(x, cache, lengths=lengths)
 
@@ -72,9 +72,9 @@ def target(monkeypatch):
 def test_the_steps_timed_are_those_behind_the_context(target):
     """Each step sees one token more; the time of a step is that of the context it was taken at."""
     run = target.measure(Point("context", 20, new_tokens=3))
-    told = [decode_step(SPEC, HERE, 1, n, weight_dtype="fp32", kv_dtype="fp32").seconds for n in (21, 22, 23)]
+    told = [decode_step(SPEC, HERE, 1, n, weights="fp32", kv="fp32").seconds for n in (21, 22, 23)]
     assert run.steps_s == told and run.itl_s == told[1] and run.context == 20 and run.tokens == 3
-    assert run.ttft_s == 20 * decode_step(SPEC, HERE, 1, 20, weight_dtype="fp32", kv_dtype="fp32").seconds
+    assert run.ttft_s == 20 * decode_step(SPEC, HERE, 1, 20, weights="fp32", kv="fp32").seconds
 
 
 def test_a_filled_cache_costs_a_step_the_same(target):
@@ -85,14 +85,14 @@ def test_a_filled_cache_costs_a_step_the_same(target):
 def test_a_warm_prompt_reads_its_ending(target):
     target.watch.seconds = lambda run: (run(), target.watch.calls[-1])[1]  # the prefix is not timed
     run = target.measure(Point("prefix", 100, variant="warm", new_tokens=1))
-    step = decode_step(SPEC, HERE, 1, 100, weight_dtype="fp32", kv_dtype="fp32").seconds
+    step = decode_step(SPEC, HERE, 1, 100, weights="fp32", kv="fp32").seconds
     assert run.ttft_s == SUFFIX * step and run.cached_tokens == 100 - SUFFIX
 
 
 def test_a_batch_is_one_step(target):
     run = target.measure(Point("batch", 10, batch=3, new_tokens=3))
     assert run.tokens == 9 and run.tokens_per_second == 3 / run.itl_s
-    assert run.itl_s == decode_step(SPEC, HERE, 3, 12, weight_dtype="fp32", kv_dtype="fp32").seconds
+    assert run.itl_s == decode_step(SPEC, HERE, 3, 12, weights="fp32", kv="fp32").seconds
 
 
 def test_a_sweep_of_a_machine_that_obeys(target, tmp_path):
@@ -116,12 +116,12 @@ def test_precision_of_the_cache():
     decoder = random_decoder(SPEC)
     options = {"codec": "int8", "residual": 32}
     target = DecoderTarget(
-        {"fp32": Variant(decoder), "int8": Variant(decoder, "quantized", options, kv_dtype="int8-g32")}
+        {"fp32": Variant(decoder), "int8": Variant(decoder, "quantized", options, kv="int8-g32")}
     )
     for point in pair_points("kv", ("fp32", "int8"), (64,), new_tokens=2):
         run = target.measure(point)
         assert run.fault is None and run.itl_s > 0
-    assert target.shapes["int8"].kv_dtype == "int8-g32" and target.shapes["fp32"].kv_dtype == "fp32"
+    assert target.shapes["int8"].kv == "int8-g32" and target.shapes["fp32"].kv == "fp32"
 
 
 def test_heads_and_experts_are_of_the_shape_asked_for():
@@ -186,10 +186,10 @@ def test_what_each_sweep_compares():
     here = targets_here(random_decoder(SPEC))
     assert here("context") is here("batch") and [*here("context").shapes] == ["base"]
     full, few = here("kv").shapes.values()
-    assert full.kv_dtype == "fp32" and 8 < few.kv_dtype < 12 and full.spec == few.spec
+    assert full.kv == "fp32" and 8 < few.kv < 12 and full.spec == few.spec
     full, few = here("weights").shapes.values()
-    assert (full.weight_dtype, full.kv_dtype, few.kv_dtype) == ("fp32", "fp32", "fp32")
-    assert full.spec == few.spec and 8 < few.weight_dtype < 10  # scales of 32 bits for rows of 32 and 64
+    assert (full.weights, full.kv, few.kv) == ("fp32", "fp32", "fp32")
+    assert full.spec == few.spec and 8 < few.weights < 10  # scales of 32 bits for rows of 32 and 64
     grouped, wide = here("heads").shapes.values()
     assert (grouped.spec.kv_heads, wide.spec.kv_heads) == (2, 4)
     dense, mixture = here("moe").shapes.values()
@@ -224,8 +224,8 @@ def test_int8_weights_are_predicted_by_the_bytes_that_a_step_reads(tied, dtype, 
     inputs = 2 * (64 * 32 + 32 * 32 + 128 * 32 + 32 * 64) + 96 * 32
     item = decoder.dtype.itemsize
     read = inputs + item * (channels + norms)
-    step = decode_step(spec, HERE, 1, 10, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
-    assert abs(step.weights_bytes - read) <= read * 1e-4 and shape.kv_dtype == shape.compute_dtype == name
+    step = decode_step(spec, HERE, 1, 10, weights=shape.weights, kv=shape.kv)
+    assert abs(step.weights_bytes - read) <= read * 1e-4 and shape.kv == shape.compute_dtype == name
 
 
 def test_full_heads_have_nothing_to_be_compared_with():

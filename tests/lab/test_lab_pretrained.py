@@ -77,7 +77,7 @@ def test_a_folder(saved, capsys, name):
     assert data["target"]["kind"] == "transformers" and data["target"]["model"] == "mine"
     assert data["target"]["class"].startswith(name) and data["settings"]["transformers"] == str(folder)
     spec = ModelSpec.from_config(folder)
-    step = decode_step(spec, "desktop-cpu", 1, 17, weight_dtype="fp32", kv_dtype="fp32", compute_dtype="fp32")
+    step = decode_step(spec, "desktop-cpu", 1, 17, weights="fp32", kv="fp32", compute_dtype="fp32")
     assert data["sweeps"]["context"]["predicted"]["base/n16/b1"]["itl_s"] == step.seconds
 
 
@@ -102,7 +102,7 @@ def test_formats_are_those_it_runs_in(saved, dtype):
     model, shape = variants.pretrained(str(saved()), dtype=dtype)
     own = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     assert model.dtype == dtype and not model.training
-    assert (shape.weight_dtype, shape.kv_dtype, shape.compute_dtype) == (own, own, own)
+    assert (shape.weights, shape.kv, shape.compute_dtype) == (own, own, own)
     assert sum(p.numel() for p in model.parameters()) == parameters(shape.spec)
 
 

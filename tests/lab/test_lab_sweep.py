@@ -64,7 +64,7 @@ def test_a_prediction_is_bytes_over_bandwidth():
     p = predict(Point("context", 1000, new_tokens=8), SHAPE, HERE)
     read_bytes = weight_bytes_read(SPEC, 1, "fp32") + kv_bytes(SPEC, 1004, dtype="fp32")
     assert p.itl_s == pytest.approx(read_bytes / 20e9) and p.bound_by == "memory: weights"
-    assert p.ttft_s == prefill(SPEC, HERE, 1000, weight_dtype="fp32", kv_dtype="fp32").seconds
+    assert p.ttft_s == prefill(SPEC, HERE, 1000, weights="fp32", kv="fp32").seconds
 
 
 def test_a_warm_prompt_is_predicted_to_read_its_ending():

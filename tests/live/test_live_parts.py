@@ -29,7 +29,7 @@ def test_a_bill_is_sizes(kv, devices):
 def test_a_roofline_is_steps_under_a_roof(device):
     arguments = dict(model="qwen3-8b", hardware=device, batch=40, context=700)
     result = ask("roofline", batches=[1, 40], weights="fp8", kv="int8-g32", **arguments)["result"]
-    formats = dict(weight_dtype="fp8", kv_dtype="int8-g32")
+    formats = dict(weights="fp8", kv="int8-g32")
     assert result["decode"] == decode_step(**arguments, **formats).to_dict()
     assert result["prefill"] == prefill("qwen3-8b", device, 700, **formats).to_dict()
     spec = hardware[device]

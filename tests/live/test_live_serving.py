@@ -61,7 +61,7 @@ def test_times_by_hand():
 
 def test_roofline_is_the_cost_model_s():
     machine = HardwareSpec.measured(bandwidth=3e10, flops=1e11)
-    dtypes = {"weight_dtype": "fp32", "kv_dtype": "fp32", "compute_dtype": "fp32"}
+    dtypes = {"weights": "fp32", "kv": "fp32", "compute_dtype": "fp32"}
     seconds = roofline("smollm2-135m", machine, overhead_seconds=0.001, **dtypes)
     decodes = [Part(i, 99, 1, True) for i in range(8)]
     assert seconds(decodes) == pytest.approx(

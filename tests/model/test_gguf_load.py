@@ -10,7 +10,7 @@ from tinymodels import BASE, gguf_order, tiny
 from companion.cost import models
 from companion.model import from_transformers, load
 from companion.model.gguf import GGUF
-from companion.model.load import gguf_spec, unpermute
+from companion.model.load import read_spec, unpermute
 
 IDS = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(3))
 
@@ -252,9 +252,9 @@ def test_a_plain_scaling_type_is_no_scaling(tiny_gguf):
 def test_heads_that_are_given_by_the_rotated_width(tiny_gguf):
     meta = {"llama.attention.key_length": None, "llama.rope.dimension_count": 8}
     with GGUF(tiny_gguf(meta=meta)[0]) as file:
-        assert gguf_spec(file, "x").head_dim == 8
+        assert read_spec(file, "x").head_dim == 8
     with GGUF(tiny_gguf(meta={"llama.attention.key_length": None})[0]) as file:
-        spec = gguf_spec(file, "x")
+        spec = read_spec(file, "x")
     assert spec.head_dim == BASE["hidden_size"] // BASE["num_attention_heads"]
     assert (spec.kv_heads, spec.ffn, spec.layers, spec.vocab) == (2, 64, 3, 300)
 

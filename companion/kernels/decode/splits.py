@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...cost.dtypes import bits_per_value, dtype_name
-from ...cost.spec import whole
+from ...checks import whole
+from ...formats import bits_per_value, dtype_name
 
 MOST_SPLITS = 128
 PER_CORE = 2  # programs that a core (an SM) should hold, so that one computes while the other waits
@@ -109,8 +109,8 @@ def num_splits(programs: int, cores: int, tiles: int, *, most: int = MOST_SPLITS
     One split if the pieces alone fill 80 % of the cores. Otherwise the fewest splits whose last wave of
     programs is filled within 85 % as well as with the best number of splits: more are merging for nothing.
     """
-    programs = whole("num_splits", "programs", programs)
-    cores, tiles = whole("num_splits", "cores", cores), whole("num_splits", "tiles", tiles, zero=True)
+    programs = whole("programs", programs, owner="num_splits")
+    cores, tiles = whole("cores", cores, owner="num_splits"), whole("tiles", tiles, 0, owner="num_splits")
     if programs >= 0.8 * cores:
         return 1
     efficiency = {}
@@ -141,9 +141,9 @@ def plan_splits(
     fixed   keys of a split, whatever the batch: a row's result then has the same bits in any batch. Splits of
             a number that adapts to the batch divide a sum elsewhere, and rounding sees that.
     """
-    keys, tile = whole("plan_splits", "keys", keys, zero=True), whole("plan_splits", "tile", tile)
+    keys, tile = whole("keys", keys, 0, owner="plan_splits"), whole("tile", tile, owner="plan_splits")
     if fixed is not None:
-        size = whole("plan_splits", "fixed", fixed)
+        size = whole("fixed", fixed, owner="plan_splits")
     else:
         tiles = -(-keys // tile)
         n = count or num_splits(programs, cores, tiles)
@@ -203,7 +203,7 @@ def decode_kernel_bytes(
     row_tiles   how often the rows of a key head make a program read its keys; beyond the first time they may
                 come from the L2 cache
     """
-    lengths = [whole("decode_kernel_bytes", "lengths", n, zero=True) for n in lengths]
+    lengths = [whole("lengths", n, 0, owner="decode_kernel_bytes") for n in lengths]
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     number = bits_per_value(dtype) / 8
     live = [live_keys(n, window, queries) for n in lengths]

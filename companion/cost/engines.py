@@ -1,4 +1,4 @@
-"""How many slots a sequence takes in each kind of engine: what its layers need, and what pages make of it.
+"""What an engine makes of a plan: the slots that its pages take, and the flags that realise it (vLLM).
 
 A slot is the room for one token in one layer.
 
@@ -14,16 +14,21 @@ again); a group that is not full is padded. A sliding group keeps the window and
 one block more, since a window seldom begins where a block does.
 Source: vLLM, docs/design/hybrid_kv_cache_manager.md; `_get_kv_cache_groups_uniform_page_size` and
 `SlidingWindowSpec.max_admission_blocks_per_request` of version 0.32.0. Other versions pad otherwise.
+
+Every flag stands in `vllm/engine/arg_utils.py` of vLLM 0.32.0, every format in its `CacheDType`; what flags
+mean is in docs.vllm.ai (engine arguments, data parallel deployment, expert parallel deployment).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from .spec import ModelSpec, whole
-
-PAGES = ("exact", "grouped", "unified")
-BLOCK = 16  # tokens per block where an engine has pages and no other number is given: vLLM's default
+from ..checks import choice, whole
+from ..formats import BF16, FORMATS, FP8, FP16, FP32, NVFP4
+from .answer import Sizing
+from .deployment import PAGES
+from .spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,9 @@ class Pages:
     step: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in PAGES:
-            raise ValueError(f"pages must be one of {', '.join(PAGES)}, got {self.kind!r}")
-        whole("size", "block_size", self.block)
-        whole("size", "step_tokens", self.step)
+        choice("pages", self.kind, PAGES)
+        whole("block_size", self.block, owner="size")
+        whole("step_tokens", self.step, owner="size")
 
     def rounded(self, context: int) -> int:
         """`context` in whole blocks, in tokens."""
@@ -98,3 +102,84 @@ def group_layers(full: int, sliding: int) -> int:
     """
     kinds = [n for n in (full, sliding) if n]
     return max(kinds) if max(kinds) < 1.5 * min(kinds) else min(kinds)
+
+
+VERSION = "0.32.0"
+_NEEDS = {NVFP4.name: "needs fp4 units, and older versions have no flag for a nvfp4 cache"}
+# Its default share of the memory, of 0.32.0 and of versions before: a plan that needs more says so.
+DEFAULT_SHARE = 0.9
+FLAGS = (
+    "--max-model-len", "--max-num-seqs", "--tensor-parallel-size", "--data-parallel-size",
+    "--enable-expert-parallel", "--dtype", "--quantization", "--kv-cache-dtype", "--block-size",
+    "--max-num-batched-tokens", "--disable-hybrid-kv-cache-manager", "--gpu-memory-utilization",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line and what it leaves open. `arguments` begin after "vllm serve CHECKPOINT"."""
+
+    arguments: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    version: str = VERSION
+
+    def __str__(self) -> str:
+        return " ".join(("vllm serve CHECKPOINT", *self.arguments))
+
+    def to_dict(self) -> dict:
+        return {"command": str(self), "notes": list(self.notes), "version": self.version}
+
+
+def vllm_flags(sizing: Sizing) -> Command:
+    """The flags for a deployment that fits; where no flag does what was sized, a note says so."""
+    parts = [f"--max-model-len {sizing.context}"]
+    notes = []
+    groups = sizing.expert or 1
+    parts.append(f"--max-num-seqs {-(-sizing.batch // groups)}")
+    tensor = sizing.devices if sizing.tensor is None else sizing.tensor
+    if sizing.tensor is None and sizing.kv_sharding == "batch" and sizing.devices > 1:
+        notes.append(
+            "a cache divided by sequences: see --tensor and --expert here, --data-parallel-size there"
+        )
+    if tensor > 1:
+        parts.append(f"--tensor-parallel-size {tensor}")
+    if groups > 1:
+        parts.append(f"--data-parallel-size {groups} --enable-expert-parallel")
+        notes.append("--max-num-seqs is for each data-parallel rank")
+    half = (BF16.name, FP16.name)
+    if sizing.compute_dtype == FP16.name and sizing.weights in half:
+        parts.append("--dtype float16")
+    if sizing.weights == FP8.name:
+        parts.append(f"--quantization {FP8.vllm}")
+    cache = FORMATS.get(sizing.kv)  # None for a number of bits
+    if cache is not None and cache.vllm:
+        parts.append(f"--kv-cache-dtype {cache.vllm}")
+        if sizing.kv in _NEEDS:
+            notes.append(_NEEDS[sizing.kv])
+    elif sizing.kv not in half:
+        notes.append(f"no flag for a {sizing.kv} cache")
+    if sizing.weights not in (*half, FP32.name, FP8.name):
+        notes.append(f"CHECKPOINT must be stored as {_bits(sizing.weights)}")
+    if sizing.block_size is not None and sizing.block_size != 16:
+        parts.append(f"--block-size {sizing.block_size}")
+    if sizing.step_tokens > 1:
+        parts.append(f"--max-num-batched-tokens {sizing.step_tokens}")
+    if sizing.pages == "unified":
+        parts.append("--disable-hybrid-kv-cache-manager")
+    share = sizing.bytes_per_device / sizing.device_bytes
+    if share > DEFAULT_SHARE:
+        parts.append(f"--gpu-memory-utilization {min(1.0, math.ceil(share * 100) / 100):.2f}")
+    return Command(tuple(parts), tuple(notes))
+
+
+def vllm_command(sizing: Sizing) -> str:
+    """`vllm_flags` as one line, with a comment where no flag does."""
+    command = vllm_flags(sizing)
+    return str(command) + (f"   # {'; '.join(command.notes)}" if command.notes else "")
+
+
+def _bits(dtype: str) -> str:
+    try:
+        return f"{float(dtype):g} bits per value"
+    except ValueError:
+        return dtype
