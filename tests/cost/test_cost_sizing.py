@@ -218,9 +218,9 @@ ILL_TYPED = {
     "size('phi-4', 't4', context=8.5)": "size: context must be a positive integer, got 8.5",
     "size('phi-4', 't4', batch='8')": "size: batch must be a positive integer, got '8'",
     "size('phi-4', 't4', kv=None)": "kv must be one of fp32",
-    "size('phi-4', 't4', efficiency='all')": "decode_step: efficiency must be a positive finite number",
+    "size('phi-4', 't4', efficiency='all')": "size: efficiency must be above 0 and at most 1, got 'all'",
     "kv_bytes('phi-4', True)": "kv_bytes: tokens must be an integer of at least 0, got True",
-    "prefill_flops('phi-4', 1, logits=None)": "logits must be one of all, last, got None",
+    "prefill_flops('phi-4', 1, logits=None)": "logits must be one of all, last; got None",
     "HardwareSpec('h', 8e10, 1.0, {'bf16': 1.0})": "HardwareSpec 'h': device_bytes must be a",
     "HardwareSpec('h', 1, '1', {'bf16': 1.0})": "HardwareSpec 'h': bandwidth must be a",
     "HardwareSpec('h', 1, 1.0, 5)": "HardwareSpec 'h': flops must map formats",
@@ -233,6 +233,7 @@ def test_ill_typed_arguments_are_named():
     code = f"""
 from companion.cost import *
 from companion.cost import models
+from companion.live.cost import live
 for call in {list(ILL_TYPED)!r}:
     try:
         print(eval(call))
