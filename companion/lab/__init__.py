@@ -27,7 +27,7 @@ _HOMES = {
     "Answer": "answers",
     "DecoderTarget": "local",
     "Endpoint": "client",
-    "EndpointTarget": "remote",
+    "EndpointTarget": "targets",
     "Estimate": "fit",
     "Fault": "answers",
     "Point": "points",

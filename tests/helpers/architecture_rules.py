@@ -91,7 +91,7 @@ def _deepseek(architecture, scaling, other_group_score):
         *_yarn(architecture, scaling),
         *_experts(architecture, separate, top_k=2),
         Rule(architecture, "YaRN's mscale_all_dim on the scores", config=_without(scaling, "mscale_all_dim")),
-        Rule(architecture, "epsilon of the inner norms", patch=("latent", "INNER_EPS", 0.05)),
+        Rule(architecture, "epsilon of the inner norms", patch=("attention", "INNER_EPS", 0.05)),
         Rule(architecture, "scale of the scores", patch=("families", "score_scale", lambda spec: None)),
         Rule(architecture, "scale of the latent's width", patch=("families", "score_scale", _of_latent)),
         Rule(architecture, "groups", routing={"groups": 1, "topk_groups": 1}),

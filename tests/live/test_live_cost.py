@@ -1,6 +1,7 @@
 """The doors: JSON for a page, the command line, and imports that cost nothing."""
 
 import argparse
+import inspect
 import json
 import subprocess
 import sys
@@ -67,6 +68,11 @@ def test_every_op_answers_and_every_reply_is_json(op):
 def test_live_never_raises(request_text, message):
     reply = json.loads(live(request_text))
     assert reply["ok"] is False and message in reply["error"]
+
+
+def test_what_is_no_text_is_refused_too():
+    reply = json.loads(inspect.unwrap(live)(7))  # past the tests' own check of types
+    assert reply["ok"] is False and "int" in reply["error"]
 
 
 def run_size(capsys, *arguments):

@@ -259,7 +259,7 @@ def test_flipped_bytes_raise_nothing_but_value_error(tiny_gguf):
     """In a process of its own, whose memory is capped: a wild length must not be allocated."""
     path, _ = tiny_gguf(kinds={"token_embd.weight": Q.Q8_0, "blk.0.ffn_up.weight": Q.Q4_1})
     header = min(t.data_offset for t in gguf.GGUFReader(path).tensors)
-    script = Path(__file__).with_name("flip_bytes.py")
+    script = Path(__file__).parents[1] / "helpers" / "flip_bytes.py"
     done = subprocess.run(
         [sys.executable, str(script), str(path), str(header)],
         capture_output=True,
