@@ -15,7 +15,7 @@ export PIP_NO_INPUT = 1
 SHELL  := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: book test test-kernels notebooks prose serve lint clean help html unit kernels outputs site colab links
+.PHONY: book test test-kernels notebooks prose serve lint clean help html unit kernels outputs site colab links dist
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -115,6 +115,15 @@ links: $(VENV)/.book
 site:
 	@$(PY) -m pytest tests/book -n 2 --dist loadscope -rs
 
+# Wheel and sdist in dist/. With TAG=v1.2.3, as a release has it, only where that is the package's version.
+TAG ?=
+dist: $(VENV)/.base
+	@version=$$($(PY) -c 'import companion; print(companion.__version__)'); \
+	  test -z "$(TAG)" -o "$(TAG)" = "v$$version" || { echo "the tag is $(TAG), the version is $$version"; exit 1; }
+	@$(PIP) setuptools
+	@rm -rf build dist
+	@$(PY) -m tools.dist dist
+
 clean:
-	rm -rf _build vendor node_modules $(OLD) .venv-colab .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist _build vendor node_modules $(OLD) .venv-colab .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

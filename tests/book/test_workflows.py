@@ -24,7 +24,11 @@ ACTIONS = {
     "actions/upload-artifact@v7",
     "actions/upload-pages-artifact@v5",
     "actions/deploy-pages@v5",
+    "actions/download-artifact@v7",
+    "pypa/gh-action-pypi-publish@release/v1",
 }
+RIGHTS = {"pages.yml": {"pages": "write", "id-token": "write"}, "release.yml": {"id-token": "write"}}
+PARTS = ("lint", "unit", "kernels", "notebooks", "site")
 
 
 def workflow(name: str) -> dict:
@@ -50,7 +54,7 @@ def schema(kind: str, *files) -> subprocess.CompletedProcess:
 
 
 def test_there_is_one_for_each_purpose():
-    assert NAMES == ["canary.yml", "gpu.yml", "links.yml", "pages.yml", "test.yml"]
+    assert NAMES == ["canary.yml", "gpu.yml", "links.yml", "pages.yml", "release.yml", "test.yml"]
 
 
 def test_they_are_valid():
@@ -86,7 +90,7 @@ def test_actions_are_known_and_rights_are_few(name):
     assert {s["uses"] for s in steps(name) if "uses" in s} <= ACTIONS
     assert workflow(name)["permissions"] == {"contents": "read"}
     rights = {k: v for job in workflow(name)["jobs"].values() for k, v in job.get("permissions", {}).items()}
-    assert rights == ({"pages": "write", "id-token": "write"} if name == "pages.yml" else {})
+    assert rights == RIGHTS.get(name, {})
 
 
 @pytest.mark.parametrize("name, command", COMMANDS, ids=[f"{n}: {c[:50]}" for n, c in COMMANDS])
@@ -119,8 +123,54 @@ def test_every_command_exists_here(name, command):
 def test_every_python_of_the_package_is_tested():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
-    assert workflow("test.yml")["jobs"]["test"]["strategy"]["matrix"]["python"] == named
-    assert commands("test.yml") == [".ci/run"]
+    matrix = workflow("test.yml")["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix == {"python": named, "part": list(PARTS)}  # each part with each Python, side by side
+    assert commands("test.yml") == ['.ci/run "$PART"']
+    assert steps("test.yml")[-1]["env"] == {"PART": "${{ matrix.part }}"}
+
+
+@pytest.fixture
+def ci(tmp_path):
+    """What `.ci/run` asks of make, on a machine that lacks nothing."""
+    for name in ("make", "git", "python3", "chromium"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "$@"\n')
+        (tmp_path / name).chmod(0o755)
+
+    def run(*part: str) -> subprocess.CompletedProcess:
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        return subprocess.run([ROOT / ".ci" / "run", *part], env=env, capture_output=True, text=True)
+
+    return run
+
+
+def test_the_parts_together_are_what_make_test_does(ci):
+    rule = re.search(r"^test: \$\(VENV\)/\.test (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    asked = [w for part in PARTS for w in ci(part).stdout.splitlines()[-1].split() if w != ".venv/.test"]
+    assert sorted(asked) == sorted(rule[1].split())
+    assert ci().stdout.splitlines()[-1].split()[-1] == "test"
+
+
+def test_an_unknown_part_is_refused(ci):
+    done = ci("units")
+    assert done.returncode == 2 and "units" in done.stderr and "kernels" in done.stderr
+
+
+def test_a_release_is_built_apart_from_where_it_may_publish():
+    jobs = workflow("release.yml")["jobs"]
+    assert workflow("release.yml")[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as true
+    assert "permissions" not in jobs["build"] and jobs["publish"]["needs"] == "build"
+    assert not any("run" in s for s in jobs["publish"]["steps"])
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda p: p.stem
+)
+def test_a_report_comes_with_what_the_doctor_says(path):
+    done = schema("vendor.github-issue-forms", path)
+    assert done.returncode == 0, done.stdout
+    fields = {f["id"]: f for f in yaml.safe_load(path.read_text())["body"] if "id" in f}
+    assert fields["doctor"]["validations"]["required"]
+    assert "companion doctor" in fields["doctor"]["attributes"]["label"]
 
 
 def test_publishing_takes_the_address_from_where_it_runs(tmp_path):
