@@ -157,7 +157,7 @@ def test_models_that_are_not_there(refused, tmp_path):
 
 def test_files_that_are_not_whole(refused, tmp_path):
     """A truncated GGUF, a corrupted one, and something else altogether."""
-    from companion.model.fetch import smollm2 as path_of_smollm2
+    from companion.model.files import smollm2 as path_of_smollm2
 
     whole = path_of_smollm2()
     with open(whole, "rb") as f:

@@ -164,7 +164,7 @@ def first_cells(env: Environment, folder: Path) -> None:
 
 def whole(env: Environment, folder: Path, chapters: list[str]) -> bool:
     """Run chapters from end to end and compare what they print with what is stored; whether all agree."""
-    fetch = "from companion.model.fetch import smollm2; smollm2()"  # now: fetching is said on stderr
+    fetch = "from companion.model.files import smollm2; smollm2()"  # now: fetching is said on stderr
     subprocess.run([env.python, "-c", fetch], check=True, env=env.variables(), cwd=folder)
     shutil.copy(NOTEBOOKS / "conftest.py", folder)
     for name in chapters:

@@ -1,6 +1,6 @@
 """The bytes of a GGUF header: numbers, strings, keys and values, the table of tensors.
 
-`companion.cost.checkpoint` counts from it, `companion.model.gguf` reads the numbers behind it. Every read is
+`companion.cost.checkpoint` counts from it, `companion.model.files` reads the numbers behind it. Every read is
 checked against the file's length: a truncated or a corrupted file is one clear error. Standard library only.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; sizes of blocks: ggml's `GGML_QUANT_SIZES`.

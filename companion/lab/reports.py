@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-from .charts import chart
+from .fit import chart
 from .verdicts import FAILS, HOLDS, UNTOLD
 
 TITLES = {

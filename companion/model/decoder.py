@@ -11,9 +11,8 @@ from ..caches.base import Cache, row_counts
 from ..cost import ModelSpec
 from ..rope import Rope
 from . import compiled
-from .families import block, family_of
+from .families import block, family_of, ropes
 from .int8 import Int8Matrix
-from .positions import ropes
 from .products import Tensors, matrix, product
 
 

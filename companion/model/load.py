@@ -11,8 +11,7 @@ from torch import Tensor
 from ..cost import ModelSpec
 from ..cost.checkpoint import gguf_spec
 from .decoder import Decoder
-from .fetch import smollm2
-from .gguf import GGUF
+from .files import GGUF, smollm2
 from .tokenizer import Tokenizer
 
 NAMES: dict[str, Callable[[], Path]] = {"smollm2-135m": smollm2}

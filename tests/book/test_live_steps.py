@@ -7,7 +7,7 @@ import string
 import pytest
 from livewalk import FOCUSABLE, Walk, accessible
 
-from companion.live import paging
+from companion.live import paging, serving
 from tools import assets
 from tools.browser import find
 

@@ -16,7 +16,7 @@ Q4_1 = 20 / 32
 @pytest.fixture(scope="module")
 def real():
     """The real model's file."""
-    from companion.model.fetch import smollm2
+    from companion.model.files import smollm2
 
     return smollm2()
 
@@ -39,7 +39,7 @@ def test_the_real_model(real):
 
 def test_the_same_shape_as_the_loaders(real):
     """`companion.model` reads the numbers too; what both say of the shape is one."""
-    from companion.model.gguf import GGUF
+    from companion.model.files import GGUF
     from companion.model.load import read_spec
 
     with GGUF(real) as file:

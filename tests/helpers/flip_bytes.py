@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from companion.model import load
-from companion.model.gguf import GGUF
+from companion.model.files import GGUF
 
 SPACE = 600 * 2**20  # what a tiny model may take beyond what torch has taken already
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("xllamacpp", reason="llama.cpp's server has no package for this machine")
 
 from companion.lab.client import Endpoint
-from companion.model.fetch import smollm2
+from companion.model.files import smollm2
 
 PATIENCE = 600.0  # seconds; a busy machine of two cores may need minutes
 

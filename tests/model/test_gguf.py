@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import companion
-from companion.model.gguf import GGUF, TYPES, dequantize
+from companion.model.files import GGUF, TYPES, dequantize
 
 KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q8_0]
 

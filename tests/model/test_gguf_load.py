@@ -9,7 +9,7 @@ from tinymodels import BASE, gguf_order, tiny
 
 from companion.cost import models
 from companion.model import from_transformers, load
-from companion.model.gguf import GGUF
+from companion.model.files import GGUF
 from companion.model.load import read_spec, unpermute
 
 IDS = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(3))

@@ -18,9 +18,8 @@ import companion
 from companion.caches import make_cache
 from companion.cost import kv_bytes_per_token, parameters, weight_bytes
 from companion.generate import generate
-from companion.model.fetch import SHA256
-from companion.model.fetch import smollm2 as path_of_smollm2
-from companion.model.gguf import GGUF
+from companion.model.files import GGUF, SHA256
+from companion.model.files import smollm2 as path_of_smollm2
 
 TEXT = """The cache holds a key and a value of every token seen so far, in every layer: 23,040 bytes each
 at 16 bits. In 2023 a paper asked how many of 1,024 tokens matter; the answer was not 7.

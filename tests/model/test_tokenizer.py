@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tinymodels import MERGES, byte_tokens
 
 from companion.model import Tokenizer
-from companion.model.fetch import smollm2 as path_of_smollm2
-from companion.model.gguf import GGUF
+from companion.model.files import GGUF
+from companion.model.files import smollm2 as path_of_smollm2
 from tests.model.test_folder import backend
 
 GPT2 = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
