@@ -1,6 +1,7 @@
 """Files of weights: where the book's model comes from, and what stands in a GGUF file.
 
-The model comes from a package that carries a 98 MB file; no model hub is asked. GGUF is a header of key-value pairs, a table of tensors, and blocks of quantized numbers.
+The model comes from a package that carries a 98 MB file; no model hub is asked. GGUF is a header of key-value
+pairs, a table of tensors, and blocks of quantized numbers.
 
 The header is read by `companion.cost.gguf`. A tensor that would end beyond the file is refused too.
 """
