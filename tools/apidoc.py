@@ -191,7 +191,7 @@ def klass(node: ast.ClassDef, room: dict[str, ast.ClassDef]) -> str:
     lines, methods, bare = [f"class {node.name}" + _bases(node)], [], {}
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_":
-            lines.append(f"    {ast.unparse(item)}")
+            lines.append(f"    {field(item)}")
         elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
             lines.append("    " + signature(item).replace("\n", "\n    "))
         elif isinstance(item, ast.FunctionDef) and item.name[0] != "_" and item.name not in OF_TORCH:
@@ -203,6 +203,15 @@ def klass(node: ast.ClassDef, room: dict[str, ast.ClassDef]) -> str:
     body = f"### {node.name}\n\n```python\n" + "\n".join(lines) + f"\n```\n\n{docs(node)}"
     tail = [f"{f'As in `{base}`' if base else 'Also'}: {', '.join(names)}." for base, names in bare.items()]
     return "\n\n".join([body, *methods, *tail])
+
+
+def field(item: ast.AnnAssign) -> str:
+    """A field with its default; of one that says what it means, `ask(default, "text", ...)`, that too."""
+    call = item.value
+    if not (isinstance(call, ast.Call) and len(call.args) == 2 and isinstance(call.args[1], ast.Constant)):
+        return ast.unparse(item)
+    target, kind, default = map(ast.unparse, (item.target, item.annotation, call.args[0]))
+    return f"{target}: {kind} = {default}  # {call.args[1].value}"
 
 
 def explained(node: ast.ClassDef, method: str, room: dict[str, ast.ClassDef]) -> str:
