@@ -1,7 +1,10 @@
 """Every row of the model and hardware tables against figures published elsewhere."""
 
+import json
+
 import pytest
 
+from companion.cli import main
 from companion.cost import (
     active_parameters,
     hardware,
@@ -94,6 +97,19 @@ def test_cache_bytes(name, every, growth, fixed, gib):
     assert kv_bytes(name, 131_072) == growth * 131_072 + fixed
     places = len(str(gib).partition(".")[2])
     assert round(kv_bytes(name, 131_072) / GiB, places) == gib
+
+
+@pytest.mark.parametrize("name, every, growth, fixed, gib", CACHE)
+def test_the_command_says_the_same_at_128k(name, every, growth, fixed, gib, capsys):
+    asked = ["size", name, "--hardware", "h200-sxm", "--memory", "10TB", "--context", "131072", "--json"]
+    assert main(asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kv_bytes_per_token"] == every and found["fits"] is True
+    assert found["kv_growth_bytes_per_token"] == growth and found["kv_fixed_bytes"] == fixed
+    cache = 131_072 * growth + fixed
+    assert found["kv_bytes"] == found["kv_needed_bytes"] == found["kv_allocated_bytes"] == cache
+    places = len(str(gib).partition(".")[2])
+    assert f"{cache / GiB:.{places}f}" == str(gib)
 
 
 @pytest.mark.parametrize("name, count", EXACT_PARAMETERS.items())

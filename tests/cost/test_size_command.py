@@ -1,18 +1,21 @@
 """The command `companion size`: levers, comparisons, the picture, flags, JSON and its schema, mistakes."""
 
 import json
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import fields
+from pathlib import Path
 
 import jsonschema
 import pytest
 
 from companion.cli import main
-from companion.cost import HardwareSpec, levers, size, vllm_flags
+from companion.cost import HardwareSpec, levers, memory, size, vllm_flags
 from companion.cost.answer import Lever, Sizing, described, schema
-from companion.cost.deployment import bytes_of, flops_of, rate_of
+from companion.cost.deployment import Deployment, Own, bytes_of, flops_of, format_of, options, rate_of
 from companion.cost.engines import FLAGS
 
+PACKAGE = Path(memory.__file__).resolve().parents[1]
 LLAMA = ("llama-3.1-8b", "--hardware", "h100-sxm", "--batch", "8", "--context", "32768")
 
 
@@ -271,3 +274,42 @@ def test_a_mistake_is_one_line(capsys, args, message):
         code = stopped.code
     out, err = capsys.readouterr()
     assert (code, out, err.count("\n")) == (2, "", 1) and message in err and "Traceback" not in err
+
+
+# --- one deployment ---------------------------------------------------------------------------------------
+
+
+def test_every_field_of_a_deployment_is_an_option_of_the_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["size", "--help"])
+    said = capsys.readouterr().out
+    for asked in options(Deployment) + options(Own):
+        flag = asked.metadata.get("flag", "--" + asked.name.replace("_", "-"))
+        assert flag in said and asked.metadata["means"]
+
+
+@pytest.mark.parametrize("name", [asked.name for asked in options(Deployment)])
+def test_a_wrong_value_is_refused_by_the_field_that_it_is_for(name):
+    read = next(asked.metadata["read"] for asked in options(Deployment) if asked.name == name)
+    wrong = "no such thing" if read in (str, format_of) else -1.0 if read in (float, rate_of) else -1
+    more = {"link_bandwidth": 1e9} if name == "link_latency" else {}
+    with pytest.raises(ValueError, match=name):
+        size("llama-3.1-8b", "h100-sxm", **{**more, name: wrong})
+
+
+def test_a_reader_of_the_byte_formula_opens_few_files(ask, monkeypatch):
+    """Files of the package between the command and the count of cached numbers."""
+    stacks = []
+    real = memory.cached_values
+
+    def counted(*args, **options):
+        frame, files = sys._getframe(), set()
+        while frame is not None:
+            files.add(frame.f_code.co_filename)
+            frame = frame.f_back
+        stacks.append({f for f in files if f.startswith(str(PACKAGE))} | {memory.__file__})
+        return real(*args, **options)
+
+    monkeypatch.setattr(memory, "cached_values", counted)
+    ask(*LLAMA, "--json")
+    assert stacks and max(map(len, stacks)) <= 10
