@@ -8,6 +8,15 @@ import importlib
 
 __version__ = "0.1.0"
 
+# Where pip finds this package: by the repository's address until the index has a release, then "".
+_SOURCE = " @ git+https://github.com/what-a-token-costs/what-a-token-costs"
+
+
+def install_command(extra: str) -> str:
+    """The command that adds an extra of this package, `cpu` or `model`, as it works today."""
+    return f"python -m pip install 'what-a-token-costs[{extra}]{_SOURCE}'"
+
+
 _MODULES = (
     "attention",
     "caches",

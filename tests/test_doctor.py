@@ -3,8 +3,10 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -194,3 +196,33 @@ def test_a_refusal_of_pip_is_passed_on(pip):
     pip["returncode"], pip["stderr"] = 1, "ERROR: Cannot install torch>=2.6 and torch==2.4\n"
     with pytest.raises(RuntimeError, match=r"needs: ERROR: Cannot install torch>=2.6 and torch==2.4$"):
         doctor.add_missing()
+
+
+def test_another_package_of_our_name_is_noticed(monkeypatch, capsys):
+    both = {"companion": ["what-a-token-costs", "companion"], "torch": ["torch"]}
+    monkeypatch.setattr(doctor, "packages_distributions", lambda: both)
+    assert doctor.foreign() == ["companion"]
+    said = doctor.report()["packages"]["companion"]
+    assert "uninstall" in said and "what-a-token-costs" in said
+    assert said in doctor.placement()
+    assert main(["doctor"]) == 0 and said in capsys.readouterr().out
+
+
+def test_our_own_package_is_no_other():
+    assert doctor.foreign() == [] and "companion" not in doctor.report()["packages"]
+
+
+def test_a_hint_names_a_command_that_works_before_there_is_a_release():
+    import companion
+    from tools import address
+
+    command = companion.install_command("cpu")
+    assert shlex.split(command)[:-1] == ["python", "-m", "pip", "install"]
+    assert shlex.split(command)[-1] == f"what-a-token-costs[cpu] @ git+{address.repository()}"
+    for name in ("model", "figures", "cpu"):
+        assert (
+            name
+            in tomllib.loads((address.ROOT / "pyproject.toml").read_text())["project"][
+                "optional-dependencies"
+            ]
+        )

@@ -35,7 +35,8 @@ FORMAT = {"extension": ".md", "format_name": "myst"}
 SETUP = f"""\
 try:
     import companion.doctor
-except ImportError:  # as on Colab: add the companion and what it lacks; torch, triton and numpy stay
+except ImportError as e:  # as on Colab: add the companion and what it lacks; torch, triton and numpy stay
+    assert e.name == "companion", "another package is installed as `companion`: uninstall it, then restart"
     %pip install -q --no-deps "what-a-token-costs @ git+{repository()}"
     import companion.doctor
 

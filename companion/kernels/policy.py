@@ -15,6 +15,7 @@ import sys
 import torch
 from torch import Tensor
 
+from .. import install_command
 from .mode import interpreted
 
 VARIABLE = "COMPANION_KERNELS"
@@ -97,7 +98,7 @@ def _known(name: str, value: str) -> str:
 def need_numba(what: str) -> None:
     """Raises ImportError, saying what needs Numba, where it is missing or refuses the numpy there is."""
     if (why := _numba_fails()) is not None:
-        raise ImportError(f"{what} needs Numba, pip install 'what-a-token-costs[cpu]': {why}")
+        raise ImportError(f"{what} needs Numba, {install_command('cpu')}: {why}")
 
 
 @functools.cache

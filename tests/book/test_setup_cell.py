@@ -23,7 +23,7 @@ class Absent:
     here = {here}
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "companion" and not self.here:
-            raise ModuleNotFoundError(name)
+            raise ModuleNotFoundError(name, name=name)
 def get_ipython():
     return Shell()
 def refuse(*args, **how):
@@ -69,6 +69,16 @@ def test_where_the_companion_is_not_it_alone_is_installed_and_then_what_it_lacks
     assert magic == "pip" and "--no-deps" in line and f"git+{address.repository()}" in line
     assert command[1:4] == ["-m", "pip", "install"] and "-c" in command
     assert "what-a-token-costs[" in command[-1]
+
+
+def test_another_package_of_that_name_is_named_and_nothing_is_installed(tmp_path):
+    (tmp_path / "companion").mkdir()
+    (tmp_path / "companion" / "__init__.py").write_text("")
+    # Ours is out of the way: an editable installation is found by a finder of its own.
+    ours = "sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]"
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{ours}\n" + BEFORE.format(here=True) + CELL
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "another package is installed as `companion`" in done.stderr
 
 
 @pytest.mark.parametrize("name", names())

@@ -1,6 +1,6 @@
 """Decode attention on a CPU, by code that Numba compiles (`cpu_attention.py`, imported when first used).
 
-Numba is an extra, `pip install what-a-token-costs[cpu]`; caches come here under `use("compiled")`. The first
+Numba is an extra, `cpu`; caches come here under `use("compiled")`. The first
 call on a machine compiles, for some ten seconds; what comes out is kept on disk, beside the source or in
 Numba's own folder.
 """
