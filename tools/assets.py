@@ -33,6 +33,7 @@ LOCKED = f"{PYODIDE}/lock"  # a digest of the lock that the files in vendor/ are
 PACKED = (
     "__init__.py",
     "checks.py",
+    "formats.py",
     "cost/*.py",
     "cost/data/*.json",
     "paging/*.py",

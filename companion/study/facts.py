@@ -1,6 +1,6 @@
 """The evaluation text: prose of this book's chapters, frozen.
 
-Chapters 1 to 7, 9 and 10 as they stood in November 2026, without code, tables, figures and mark-up, one
+Nine of the first ten chapters as they stood in November 2026, without code, tables, figures and mark-up, one
 paragraph a line; formulas are left in. Written after the model was trained, so the model has not read it.
 The text stays as it is when the chapters change, or numbers measured on it could not be compared.
 """
