@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..formats import CODECS
 from .packing import half_ulp, per_byte
 
 PLAIN = ("fp32", "fp16", "bf16")  # kept as they are, see plain.py
-NAMES = ("int8", "int4", "int2", "fp8_e4m3", "fp8_e5m2", "nvfp4", "mxfp4")
+NAMES = CODECS
 LIMIT = 2.0**126  # 8.5e37: within it nothing overflows in float32 on the way
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

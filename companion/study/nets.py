@@ -22,11 +22,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..cost import MLASpec, ModelSpec
+from ..formats import FP8_E4M3, INT2, INT4, INT8
 from ..quantize import codec
 from ..rope import Rope
 
 KEYS, VALUES = 32, 32
-CODECS = ("int8", "fp8_e4m3", "int4", "int2")
+CODECS = tuple(f.name for f in (INT8, FP8_E4M3, INT4, INT2))
 HELD_OUT = 8  # sequences whose values sum to a multiple of this are for evaluation only
 WEIGHTS = Path(__file__).parent / "results" / "recall_nets.safetensors"
 _SHAPE = {"architecture": "recall", "layers": 2, "d_model": 64, "heads": 8, "ffn": 64, "vocab": KEYS + VALUES}

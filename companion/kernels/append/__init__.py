@@ -11,11 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ...formats import INT4, KERNELS
 from ..mode import triton_for
 
 __all__ = ["append"]
 
-FORMATS = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2")
+FORMATS = ("none", *(name for name, f in KERNELS.items() if f.scales == "token"))
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -163,13 +164,13 @@ def check_append(
 def _cache(name, x, cache, k_cache, kv_format, scale, zero):
     """This cache, as bytes if it is float8, once it and its scale and zero fit x (..., Hkv, D)."""
     D = x.shape[-1]
-    if kv_format == "int4" and D % 2:
+    if kv_format == INT4.kernel and D % 2:
         raise ValueError(f"{name} has {D} channels; int4 needs an even number")
-    shape = (*k_cache.shape[:2], x.shape[-2], D // 2 if kv_format == "int4" else D)
+    shape = (*k_cache.shape[:2], x.shape[-2], D // 2 if kv_format == INT4.kernel else D)
     wanted = {
         "none": FLOATS,
         "int8": (torch.int8 if zero is None else torch.uint8,),
-        "int4": (torch.uint8,),
+        INT4.kernel: (torch.uint8,),
     }.get(kv_format) or (torch.uint8, FLOAT8[kv_format])
     if k_cache.ndim != 4 or tuple(cache.shape) != shape or cache.dtype not in wanted:
         raise ValueError(

@@ -1,5 +1,6 @@
 """`append` as it is launched, for the offline compiler."""
 
+from ...formats import INT4
 from ..aot.case import Case, Expect
 from . import tiles
 
@@ -41,8 +42,8 @@ CASES = [
     _case("fp32", "none", "slots", stored="bf16"),
     _case("bf16", "int8", "slots"),
     _case("fp16", "int8", "lengths", more="zero"),
-    _case("bf16", "int4", "slots"),
-    _case("fp16", "int4", "table", more="zero"),
+    _case("bf16", INT4.kernel, "slots"),
+    _case("fp16", INT4.kernel, "table", more="zero"),
     _case("bf16", "fp8_e4m3", "slots"),
     _case("bf16", "fp8_e5m2", "slots", more="scale"),
 ]

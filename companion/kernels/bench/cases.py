@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...attention import sdpa
 from ...cost import models
+from ...formats import INT4
 from ...quantize import unpack
 from .report import BEYOND
 
@@ -100,7 +101,7 @@ class MoECase:
 
 
 SIZES = ((64, 1), (64, 16), (512, 32))  # MiB of keys and values in 16 bits, sequences
-FORMATS = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "kivi4")
+FORMATS = ("none", "int8", INT4.kernel, "fp8_e4m3", "fp8_e5m2", "kivi4")
 
 
 def sized(heads: Heads, mib: int, batch: int, **options) -> DecodeCase:
@@ -122,7 +123,7 @@ def more_cases(dtype: str, other: str | None) -> list[DecodeCase]:
     """Other models, formats and types. dtype: the device's 16-bit type; other: its second one."""
     cases = []
     for heads in (SMOLLM2, QWEN3):
-        for kv_format, paged in (("none", False), ("none", True), ("int8", False), ("int4", False)):
+        for kv_format, paged in (("none", False), ("none", True), ("int8", False), (INT4.kernel, False)):
             cases += [sized(heads, *size, dtype=dtype, kv_format=kv_format, paged=paged) for size in SIZES]
     cases += [sized(MLA, *size, dtype=dtype, paged=paged) for paged in (False, True) for size in SIZES[:2]]
     for kv_format in FORMATS[3:]:

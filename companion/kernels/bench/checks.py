@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ...attention import sdpa
+from ...formats import INT4
 from .. import decode_attention, fused_moe, grouped_gemm
 from ..append import append
 from ..append.reference import append_reference
@@ -24,7 +25,7 @@ def checks(bench) -> None:
     """All of them, each by name."""
     x = torch.randint(256, (100_003,), dtype=torch.uint8, device=bench.device)
     bench.check("copy, bit for bit", 0.0, lambda: different(copy(x), x))
-    for kv_format in ("none", "int8", "int4", *FLOAT8):
+    for kv_format in ("none", "int8", INT4.kernel, *FLOAT8):
         bench.check(f"append {kv_format}, byte for byte", 0.0, lambda f=kv_format: _append_differs(bench, f))
     for dtype in dict.fromkeys((bench.dtype, bench.other, "fp32")):
         if dtype:
@@ -92,10 +93,12 @@ def _append_differs(bench, kv_format) -> float:
     slots = torch.randperm(96, generator=g)[:T]
     slots[::7] = -1
     dtype = {"none": x.dtype, "int8": torch.int8}.get(kv_format, torch.uint8)
-    cache = torch.zeros(6, 16, Hkv, D // 2 if kv_format == "int4" else D, dtype=dtype)
+    cache = torch.zeros(6, 16, Hkv, D // 2 if kv_format == INT4.kernel else D, dtype=dtype)
     stored = [cache]
     if kv_format.startswith("int"):
-        stored += [torch.zeros(6, 16, Hkv, dtype=torch.float16) for _ in range(1 + (kv_format == "int4"))]
+        stored += [
+            torch.zeros(6, 16, Hkv, dtype=torch.float16) for _ in range(1 + (kv_format == INT4.kernel))
+        ]
     runs = []
     for write, device in ((append, bench.device), (append_reference, torch.device("cpu"))):
         mine = [t.clone().to(device) for t in stored]

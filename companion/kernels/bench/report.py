@@ -16,6 +16,8 @@ import json
 import re
 from pathlib import Path
 
+from ...formats import INT4 as FOUR_BITS
+
 SCHEMA = 1
 GPU_SECONDS = 270.0  # nothing begins after so many, unless --seconds says otherwise
 BEYOND = 1e300  # stands for an error that is no number: JSON has no infinity
@@ -109,7 +111,7 @@ def goals(cases: list[dict], dtype: str) -> list[dict]:
         _goal("speed over scaled_dot_product_attention", 1.0, beside("sdpa")),
         _goal("speed over FlashInfer", 1 / FLASHINFER, beside("flashinfer")),
         _goal(f"int8 over {dtype} at equal length", INT8, gain("int8")),
-        _goal(f"int4 over {dtype} at equal length", INT4, gain("int4")),
+        _goal(f"int4 over {dtype} at equal length", INT4, gain(FOUR_BITS.kernel)),
     ]
 
 

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 
+from ...formats import INT4
 from .. import decode_attention, fused_moe, grouped_gemm
 from ..append import append
 from ..append.reference import append_reference
@@ -76,7 +77,7 @@ def decode(bench, case: DecodeCase) -> None:
             latent=h.latent,
             dtype=case.dtype,
             kv_format=case.kv_format,
-            offsets=case.kv_format == "int4",
+            offsets=case.kv_format == INT4.kernel,
             group=KIVI_GROUP,
             block_size=case.block_size,
             splits=launch.splits.count,
@@ -172,7 +173,7 @@ def _loop(x, w1, w2, weights, ids, sizes):
 def writes(bench) -> None:
     """A prompt's keys and values into pages, in every format that is written token by token."""
     T = 64 if bench.dry_run else 16384
-    for kv_format in ("none", "int8", "int4", "fp8_e4m3"):
+    for kv_format in ("none", "int8", INT4.kernel, "fp8_e4m3"):
         name = f"append {T} tokens {bench.dtype} {kv_format} paged"
         row = dict(name=name, kernel="append", model=LLAMA.model, dtype=bench.dtype, kv_format=kv_format)
         bench.case(row, partial(_write, bench, T, kv_format))
@@ -185,9 +186,9 @@ def _write(bench, T, kv_format, row):
     k, v = (torch.randn(T, Hkv, D, **to).to(DTYPES[bench.dtype]) for _ in "kv")
     slots = torch.randperm(T, **to)
     dtype = {"none": k.dtype, "int8": torch.int8}.get(kv_format, torch.uint8)
-    pages, width = (T // size, size, Hkv), D // 2 if kv_format == "int4" else D
+    pages, width = (T // size, size, Hkv), D // 2 if kv_format == INT4.kernel else D
     caches = [torch.zeros(*pages, width, dtype=dtype, device=bench.device) for _ in "kv"]
-    names = {"int8": ["scale"], "int4": ["scale", "zero"]}.get(kv_format, [])
+    names = {"int8": ["scale"], INT4.kernel: ["scale", "zero"]}.get(kv_format, [])
     fields = {
         f"{x}_{n}": torch.zeros(pages, dtype=torch.float16, device=bench.device) for x in "kv" for n in names
     }

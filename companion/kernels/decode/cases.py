@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from ...formats import INT4, INT8, KERNELS
 from ..aot.case import Case, Expect, Target
 from .checks import Call, check_call
 from .launch import arguments, constexprs, merge_arguments, tile_for
@@ -18,10 +19,9 @@ _TYPES = {
     torch.int32: "*i32",
 }
 _CODES = {
-    "int8": (torch.int8, 1),
-    "int4": (torch.uint8, 2),
-    "kivi4": (torch.uint8, 2),
-    "kivi2": (torch.uint8, 4),
+    name: (torch.int8 if f is INT8 else torch.uint8, f.per_byte)
+    for name, f in KERNELS.items()
+    if f.is_integer
 }
 
 
@@ -45,7 +45,7 @@ def _call(
     v_dim = v_dim or head_dim
     shape = pages, slots, kv_heads
     scales = {}
-    if kv_format in ("int8", "int4"):
+    if kv_format in (INT8.kernel, INT4.kernel):
         scales = {f"{x}_scale": empty(shape, dtype=torch.float16) for x in "kv"}
     elif kv_format.startswith("kivi"):
         for name in ("scale", "zero"):
@@ -116,7 +116,7 @@ CASES = [
     *(
         _decode(f"{d}.{f}{'.paged' * paged}", dtype=t, kv_format=f, paged=paged)
         for d, t in (("fp16", _half), ("bf16", _brain))
-        for f in ("int8", "int4", "fp8_e4m3", "fp8_e5m2", "kivi4", "kivi2")
+        for f in KERNELS
         for paged in (False, True)
     ),
 ]

@@ -7,14 +7,13 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from ...formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KERNELS
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-CODES = {  # kv_format -> (dtypes of the codes, numbers per byte, with scales per: None, "token" or "group")
-    "int8": ((torch.int8, torch.uint8), 1, "token"),
-    "int4": ((torch.uint8,), 2, "token"),
-    "fp8_e4m3": ((torch.uint8, torch.float8_e4m3fn), 1, "token"),
-    "fp8_e5m2": ((torch.uint8, torch.float8_e5m2), 1, "token"),
-    "kivi4": ((torch.uint8,), 2, "group"),
-    "kivi2": ((torch.uint8,), 4, "group"),
+_DTYPES = {INT8: (torch.int8, torch.uint8), FP8_E4M3: (torch.uint8, torch.float8_e4m3fn)}
+_DTYPES |= {FP8_E5M2: (torch.uint8, torch.float8_e5m2)}
+CODES = {  # kv_format -> (dtypes of the codes, numbers per byte, with scales per: "token" or "group")
+    name: (_DTYPES.get(f, (torch.uint8,)), f.per_byte, f.scales) for name, f in KERNELS.items()
 }
 FORMATS = ("none", *CODES)
 
@@ -242,7 +241,7 @@ def _scales(kv_format, k, v, D, v_dim, latent, **given) -> tuple[dict[str, Tenso
         raise ValueError(f"{next(iter(given))} is given, and kv_format='none' has no scales")
     if latent and ("v_scale" in given or "v_zero" in given):
         raise ValueError("v_scale and v_zero must be None with v_cache=None: values are read as keys are")
-    required = {"int8": "s", "int4": "s", "kivi4": "sz", "kivi2": "sz"}.get(kv_format, "")
+    required = "sz" if per == "group" else "s" if kv_format in (INT8.kernel, INT4.kernel) else ""
     for kind, name in (("s", "scale"), ("z", "zero")):
         for side in "k" if latent else "kv":
             if kind in required and f"{side}_{name}" not in given:

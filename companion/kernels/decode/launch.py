@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...formats import KERNELS
 from .. import mode
 from .checks import Call, check_contents, check_device
 from .splits import Splits, Tile, decode_tile, live_keys, parts, plan_splits
@@ -194,11 +195,12 @@ def arguments(call: Call, out: Tensor, lse: Tensor, splits: Splits) -> dict:
 
 def constexprs(call: Call, tile: Tile) -> dict:
     """What `decode_kernel` is compiled for."""
-    pairs = call.kv_format in ("int4", "kivi4", "kivi2")
+    stored = KERNELS.get(call.kv_format)  # None for numbers as they are
+    pairs = stored is not None and stored.per_byte > 1
     D = call.q.shape[3]
     KA, KB = parts(D, pairs=pairs, first=call.v_dim if call.latent else None)
     VA, VB = (KA, 0) if call.latent else parts(call.v_dim, pairs=pairs)
-    token = call.kv_format in ("int8", "int4") or call.kv_format.startswith("fp8")
+    token = stored is not None and stored.scales == "token"
     return dict(
         SQ=call.q.shape[1],
         GROUP=call.q.shape[2] // call.k.shape[2],

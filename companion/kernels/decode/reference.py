@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from ...attention import sdpa
+from ...formats import INT4, KERNELS
 from ...quantize import unpack
 
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-BITS = {"int4": 4, "kivi4": 4, "kivi2": 2}
+BITS = {name: f.bits for name, f in KERNELS.items() if f.per_byte > 1}
 
 
 def decode_reference(
@@ -57,7 +58,7 @@ def dequantize(x: Tensor, kv_format: str, scale=None, zero=None, side: str = "k"
     elif kv_format in BITS:
         x = unpack(x, BITS[kv_format])
     x = x.to(torch.float32)
-    if kv_format == "int4" and zero is None:
+    if kv_format == INT4.kernel and zero is None:
         x = x - 8
     if scale is None:
         return x

@@ -13,11 +13,11 @@ import math
 from dataclasses import dataclass
 
 from ...checks import whole
-from ...formats import bits_per_value, dtype_name
+from ...formats import INT4, INT8, KERNELS, bits_per_value, dtype_name
 
 MOST_SPLITS = 128
 PER_CORE = 2  # programs that a core (an SM) should hold, so that one computes while the other waits
-WIDTHS = {"int8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int4": 0.5, "kivi4": 0.5, "kivi2": 0.25}
+WIDTHS = {name: f.bits / 8 for name, f in KERNELS.items()}  # bytes of a code
 
 
 def power_of_two(n: int) -> int:
@@ -209,7 +209,7 @@ def decode_kernel_bytes(
     live = [live_keys(n, window, queries) for n in lengths]
     width = head_dim + (0 if latent else v_head_dim)
     token = width * (number if kv_format == "none" else WIDTHS[kv_format])
-    if kv_format in ("int8", "int4"):
+    if kv_format in (INT8.kernel, INT4.kernel):
         token += (1 if latent else 2) * scale_bytes * (2 if offsets else 1)
     elif kv_format.startswith("kivi"):
         token += 2 * scale_bytes * (head_dim + v_head_dim) / group
