@@ -78,6 +78,7 @@ lint: $(VENV)/.test
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/typos
+	@$(VENV)/bin/mypy --no-error-summary
 
 unit:
 	@$(PY) -m pytest tests --ignore tests/book --ignore tests/kernels -n 2 --dist loadscope
@@ -125,5 +126,5 @@ dist: $(VENV)/.base
 	@$(PY) -m tools.dist dist
 
 clean:
-	rm -rf build dist _build vendor node_modules $(OLD) .venv-colab .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist _build vendor node_modules $(OLD) .venv-colab .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
