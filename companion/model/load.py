@@ -118,6 +118,9 @@ def read_spec(file: GGUF, name: str) -> ModelSpec:
     for key in _GGUF_KEYS:
         if f"{arch}.{key}" not in meta:
             raise ValueError(f"{file.path.name}: the header lacks {arch}.{key}")
+    for key in (*_GGUF_KEYS, "attention.head_count_kv", "attention.key_length"):
+        if isinstance(meta.get(f"{arch}.{key}"), list):
+            raise ValueError(f"{file.path.name}: {arch}.{key} is a list, one value a layer; need a number")
     layers = meta[f"{arch}.block_count"]
     if isinstance(layers, int) and layers > len(file.entries):
         raise ValueError(f"{file.path.name}: {layers} layers, but {len(file.entries)} tensors")
