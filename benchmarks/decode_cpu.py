@@ -22,8 +22,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from companion.attend.by_torch import decode_packed
 from companion.caches import make_cache
-from companion.caches.attend import decode_packed
 from companion.cost import kv_bytes
 from companion.kernels import cpu, use
 from companion.machine import describe

@@ -11,7 +11,7 @@ import torch
 
 from ..cost import ModelSpec
 from .adapter import as_transformers
-from .base import Cache
+from .base import Attendable, Cache
 from .contiguous import ContiguousCache, LatentCache
 from .evicting import EvictingCache
 from .linear import LinearCache
@@ -21,6 +21,7 @@ from .sliding import SlidingCache, StreamingCache
 
 __all__ = [
     "KINDS",
+    "Attendable",
     "Cache",
     "ContiguousCache",
     "EvictingCache",

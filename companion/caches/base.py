@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..attend import Step
 from ..cost import ModelSpec
 
 Number = int | float
@@ -60,6 +61,26 @@ class Room:
     before: list[int]
 
 
+@runtime_checkable
+class Attendable(Protocol):
+    """What a model's layers append and attend to, as to a `Cache`: a cache, or a step of an engine."""
+
+    spec: ModelSpec
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def row_lengths(self, layer: int = 0) -> list[int]: ...
+
+    def append(self, layer: int, k: Tensor, v: Tensor | None, *, lengths: Any = None) -> None: ...
+
+    def attend(self, layer: int, q: Tensor, **options) -> Tensor | tuple[Tensor, Tensor]: ...
+
+    def room(self) -> Room | None: ...
+
+    def filled(self) -> None: ...
+
+
 class Cache(ABC):
     """Keys and values of `batch` sequences, a store per layer; positions count from 0 in every row.
 
@@ -90,6 +111,7 @@ class Cache(ABC):
         # Per layer, because layers are written one after another within a step.
         self._rows: list[list[int]] = [[0] * batch for _ in range(spec.layers)]
         self._fresh: list[list[int] | None] = [None] * spec.layers  # tokens of the last append, per row
+        self._last: Step | None = None  # that of the pass, which all its layers share
 
     # --- what a kind of cache must provide ---------------------------------------------------------------
 
@@ -180,7 +202,7 @@ class Cache(ABC):
     def fork(self) -> "Cache":
         """An independent copy, holding the same tokens."""
         twin = copy.deepcopy(self)
-        twin._fresh = [None] * self.spec.layers
+        twin._fresh, twin._last = [None] * self.spec.layers, None
         return twin
 
     def __len__(self) -> int:
@@ -237,6 +259,13 @@ class Cache(ABC):
         if fresh is None or max(fresh) > S:
             fresh = [S] * self.batch
         return [n - f for n, f in zip(rows, fresh)]
+
+    def _step_of(self, starts: list[int], stops: list[int]) -> Step:
+        """The step of these rows: made by the first layer that asks, and handed to the others."""
+        found = self._last
+        if found is None or found.starts != starts or found.stops != stops:
+            found = self._last = Step(starts, stops, self.device)
+        return found
 
     def _per_row(self, n: int | Sequence[int]) -> list[int]:
         """One count for all rows, or one for each, as a list."""

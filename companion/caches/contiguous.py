@@ -1,19 +1,18 @@
-"""The plain cache: room for max_tokens tokens per row, filled from the left.
+"""The plain cache: room for max_tokens tokens per row, filled from the left; and the same for latents.
 
 Stored as (B, Hkv, max_tokens, D), so that the keys of one head lie in one piece, which is how a decode step
 reads them. Sliding layers are stored whole too; their window is applied when attending.
 
-The cache of multi-head latent attention is such a room for one vector of kv_rank + rope_dim numbers per token
-and layer. All heads share it. Attention over it is in the absorbed form: the query has been brought into the
-latent's space by the model, the latent's first kv_rank numbers serve as the value, and the model projects the
-result up again. Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1.
+Multi-head latent attention stores one vector of kv_rank + rope_dim numbers per token and layer instead, which
+all heads share. Attention over it is in the absorbed form: the query has been brought into the latent's space
+by the model, the latent's first kv_rank numbers serve as the value, and the model projects the result up
+again. Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1.
 """
 
 import torch
 
-from .attend import attend
+from ..attend import backend
 from .base import Cache, Room, refuse_latent
-from .dispatch import write
 
 
 class ContiguousCache(Cache):
@@ -31,20 +30,25 @@ class ContiguousCache(Cache):
     def append(self, layer, k, v, *, lengths=None):
         self._check_kv(k, v)
         before, new = self._plan(layer, k.shape[2], lengths)
-        write_rows(self._k[layer], k, before, new)
-        write_rows(self._v[layer], v, before, new)
-        self._commit(layer, before, new)
+        self._put(layer, k, v, before, new)
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
         self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
-        n = max(self._rows[layer])
-        return attend(
+        return self._look(layer, q, softmax_scale, softcap, sinks, return_lse)
+
+    def _put(self, layer: int, k, v, before: list[int], new: list[int]) -> None:
+        step = self._step_of(before, [b + n for b, n in zip(before, new)])
+        backend(k).append(k, v, self._k[layer], self._v[layer], step)
+        self._commit(layer, before, new)
+
+    def _look(self, layer: int, q, softmax_scale, softcap, sinks, return_lse):
+        step = self._step_of(self._starts(layer, q.shape[2]), self._rows[layer])
+        return backend(q).attend(
             q,
-            self._k[layer][:, :, :n],
-            self._v[layer][:, :, :n],
-            starts=self._starts(layer, q.shape[2]),
-            stops=self._rows[layer],
+            self._k[layer][:, :, : step.n],
+            self._v[layer][:, :, : step.n],
+            step,
             window=self._window(layer),
             softmax_scale=softmax_scale,
             softcap=softcap,
@@ -79,18 +83,6 @@ class ContiguousCache(Cache):
         self._v[layer][row, :, start:stop] = 0
 
 
-def write_rows(store: torch.Tensor, x: torch.Tensor, before: list[int], new: list[int]) -> None:
-    """Put the first new[b] tokens of x (B, H, S, D) behind the before[b] tokens that row b holds."""
-    start, count = before[0], new[0]
-    if all(b == start and n == count for b, n in zip(before, new)):
-        store[:, :, start : start + count] = x[:, :, :count]  # one copy for the common case
-        return
-    if write(x, None, store.transpose(1, 2), None, before=before, counts=new):
-        return
-    for row, (b, n) in enumerate(zip(before, new)):
-        store[row, :, b : b + n] = x[row, :, :n]
-
-
 class LatentCache(ContiguousCache):
     """k is the latent, (B, 1, S, kv_rank + rope_dim); v is None; out has the width kv_rank."""
 
@@ -107,27 +99,15 @@ class LatentCache(ContiguousCache):
         if v is not None:
             raise ValueError("v must be None: a latent cache reads its values from the latent")
         before, new = self._plan(layer, k.shape[2], lengths)
-        write_rows(self._k[layer], k, before, new)
-        self._commit(layer, before, new)
+        self._put(layer, k, None, before, new)
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
         mla = self.spec.mla
         self._check("q", q, (self.batch, self.spec.heads, -1, mla.width))
-        n = max(self._rows[layer])
-        return attend(
-            q,
-            self._k[layer][:, :, :n],
-            self._v[layer][:, :, :n],
-            starts=self._starts(layer, q.shape[2]),
-            stops=self._rows[layer],
-            window=self._window(layer),
-            # The trained scale is that of one unabsorbed head, not of the 576-wide latent.
-            softmax_scale=mla.qk_dim**-0.5 if softmax_scale is None else softmax_scale,
-            softcap=softcap,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
+        if softmax_scale is None:  # the trained scale is that of one unabsorbed head, not of the 576 numbers
+            softmax_scale = mla.qk_dim**-0.5
+        return self._look(layer, q, softmax_scale, softcap, sinks, return_lse)
 
     @property
     def nbytes(self):

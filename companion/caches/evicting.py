@@ -20,9 +20,9 @@ import math
 import torch
 from torch import Tensor
 
+from ..attend import Step, backend
 from ..attention import checked_options
 from .base import Cache, refuse_latent
-from .contiguous import write_rows
 
 
 class EvictingCache(Cache):
@@ -86,9 +86,10 @@ class EvictingCache(Cache):
         held = self._held[layer]
         at = torch.tensor(before, device=self.device)[:, None] + torch.arange(k.shape[2], device=self.device)
         at = at.int()[:, None].expand(-1, self.spec.kv_heads, -1)
-        for store, x in ((self._k, k), (self._v, v), (self._at, at)):
-            write_rows(store[layer], x, held, new)
         self._held[layer] = [h + n for h, n in zip(held, new)]
+        step, by = Step(held, self._held[layer], self.device), backend(k)
+        by.append(k, v, self._k[layer], self._v[layer], step)
+        by.append(at, None, self._at[layer], None, step)
         self._commit(layer, before, new)
         self._counted[layer] = False
 

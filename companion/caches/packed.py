@@ -25,6 +25,7 @@ class TailedLayer:
     def __init__(self, codecs, residual, batch, spec, max_tokens, dtype, device, *, unit=1, make=None):
         # Along the tokens no group means all of them as one; but fp8 without a group has no scale at all.
         along = [c for c in codecs if c.group_dim == -2 and (c.group or not c.name.startswith("fp8"))]
+        self.codecs, self.widths = codecs, (spec.head_dim, spec.v_head_dim)
         self.unit = math.lcm(unit, *(c.group or max_tokens for c in along))
         self.residual = residual
         capacity = max(0, max_tokens - residual) // self.unit * self.unit
@@ -33,8 +34,7 @@ class TailedLayer:
         self.tail_k = torch.zeros(*shape, room, spec.head_dim, dtype=dtype, device=device)
         self.tail_v = torch.zeros(*shape, room, spec.v_head_dim, dtype=dtype, device=device)
         make = make or Packed
-        widths = spec.head_dim, spec.v_head_dim
-        self.k, self.v = (make(c, shape, capacity, self.unit, w, device) for c, w in zip(codecs, widths))
+        self.k, self.v = (make(c, shape, capacity, self.unit, w, device) for c, w in zip(codecs, self.widths))
         self.quantized = [0] * batch
 
     def fork(self, blocks: Callable[[int], Sequence[int]]) -> "TailedLayer":
@@ -70,6 +70,15 @@ class TailedLayer:
     def tile(self, a: int, b: int) -> tuple[Tensor, Tensor]:
         """Dequantized keys and values of packed tokens a to b - 1, every row."""
         return self.k.read(a, b), self.v.read(a, b)
+
+    def views(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The fields of packed keys and values as kernels read them."""
+        k, v = ({name: packed.kernel_view(name) for name in packed.fields} for packed in (self.k, self.v))
+        return k, v
+
+    def table(self) -> Tensor | None:
+        """The rows' blocks, int32 (B, columns), for pages."""
+        return self.k.table()
 
     def recent(self, rows, step, device) -> tuple[Tensor, Tensor, Tensor]:
         """What is in full precision: keys, values, and the position of each, -1 where a row has none."""

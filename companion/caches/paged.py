@@ -9,17 +9,16 @@ gather in the order in which attention reads them; `k_cache` and `v_cache` show 
 (num_blocks, block_size, Hkv, D), as a view.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..attend import Step, backend
+from ..attend.step import Workspace
 from ..cost import ModelSpec
 from ..paging import BlockManager, PagedSequence, blocks_needed
-from .attend import attend
 from .base import Cache, Room, refuse_latent
-from .dispatch import decode, write
 from .tables import Entry, RowTables
 
 
@@ -75,24 +74,6 @@ class PagedStorage:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
 
-def gather(store: Tensor, block_table: Tensor, n: int, out: Tensor | None = None) -> Tensor:
-    """The first n tokens of every row: store (Hkv, num_blocks, block_size, D) -> (B, Hkv, n, D).
-
-    block_table (B, columns): what a row has beyond its blocks may be anything, and so may what comes back
-    for it. out: flat memory for the result, at least as large; the next call with it overwrites the result.
-    """
-    heads, num_blocks, size, width = store.shape
-    table = block_table[:, : -(-n // size)].long()
-    B, columns = table.shape
-    table = torch.where((table >= 0) & (table < num_blocks), table, 0)
-    shape = heads, B * columns, size, width
-    if out is not None:
-        out = out[: math.prod(shape)].view(shape)
-    # index_select copies whole blocks; indexing with brackets takes twice as long.
-    rows = torch.index_select(store, 1, table.flatten(), out=out).view(heads, B, columns * size, width)
-    return rows.transpose(0, 1)[:, :, :n]
-
-
 class PagedCache(Cache):
     """Rows over a `PagedStorage`. Without `storage` it gets one of its own, of num_blocks blocks.
 
@@ -142,38 +123,44 @@ class PagedCache(Cache):
             else RowTables(manager, sequences, self.device)
         )
         self._rows = [self._tables.lengths() for _ in range(spec.layers)]
-        self._work: tuple[Tensor, Tensor] | None = None
+        self._work = Workspace()  # where a layer's blocks are gathered
 
     def append(self, layer, k, v, *, lengths=None):
         self._check_kv(k, v)
         before, new = self._plan(layer, k.shape[2], lengths)
         # The first layer of a step reserves slots for all layers, and copies what a fork still shares.
         self.storage.copy(self._tables.reserve([b + n for b, n in zip(before, new)]))
-        slots = [self._tables.table(row).slots(b, b + n) for row, (b, n) in enumerate(zip(before, new))]
-        if not write(k, v, *self.storage.pages(layer), slots=slots):
-            for row, at in enumerate(slots):
-                if at:
-                    self.storage.write(layer, self._index(at), k[row, :, : len(at)], v[row, :, : len(at)])
+        stops = [b + n for b, n in zip(before, new)]
+        step = self._step_of(before, stops)
+        if step.slots is None:
+            step.slots = [
+                self._tables.table(row).slots(b, n) for row, (b, n) in enumerate(zip(before, stops))
+            ]
+        backend(k).append(k, v, self.storage.k[layer], self.storage.v[layer], step)
         self._commit(layer, before, new)
-
-    def _index(self, slots: list[int]) -> Tensor | slice:
-        """Where to write; one token as a slice, which is faster."""
-        return slice(slots[0], slots[0] + 1) if len(slots) == 1 else torch.tensor(slots, device=self.device)
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
         self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
-        options = dict(
-            starts=self._starts(layer, q.shape[2]),
-            stops=self._rows[layer],
+        return backend(q).attend(
+            q,
+            self.storage.k[layer],
+            self.storage.v[layer],
+            self._step_of(self._starts(layer, q.shape[2]), self._rows[layer]),
             window=self._window(layer),
             softmax_scale=softmax_scale,
             softcap=softcap,
             sinks=sinks,
             return_lse=return_lse,
         )
-        found = decode(q, *self.storage.pages(layer), table=self._tables.tensor(), **options)
-        return attend(q, *self._gathered(layer, self._workspace()), **options) if found is None else found
+
+    def _step_of(self, starts: list[int], stops: list[int]) -> Step:
+        """That of the pass, with the rows' blocks; tables change elsewhere too, so they are looked at."""
+        table, found = self._tables.tensor(), self._last
+        if found is None or found.table is not table or found.starts != starts or found.stops != stops:
+            pages = dict(table=table, first=self._tables.run(), workspace=self._work)
+            found = self._last = Step(starts, stops, self.device, **pages)
+        return found
 
     def room(self):
         if (before := self._even()) is None:
@@ -184,32 +171,9 @@ class PagedCache(Cache):
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """All stored keys and values in order, (B, Hkv, n, D) each; for rows of one length."""
-        self._one_length(layer)
-        return self._gathered(layer)
-
-    def _workspace(self) -> tuple[Tensor | None, Tensor | None]:
-        """Where a layer's blocks are gathered; kept, because fresh memory costs more than the copy."""
-        if self._work is None and self._tables.run() is None:
-            tokens = self.batch * blocks_needed(self.max_tokens, self.block_size) * self.block_size
-            stores = self.storage.k[0], self.storage.v[0]
-            with torch.inference_mode(False):  # or it could not be written outside that mode
-                self._work = tuple(s.new_empty(s.shape[0] * tokens * s.shape[3]) for s in stores)
-        return self._work or (None, None)
-
-    def _gathered(self, layer: int, work=(None, None)) -> tuple[Tensor, Tensor]:
-        rows = self._rows[layer]
-        n = max(rows)
-        stores = self.storage.k[layer], self.storage.v[layer]
-        first = self._tables.run()
-        if first is not None:
-            k, v = (s[:, first:].flatten(1, 2)[None, :, :n] for s in stores)  # views
-            return k, v
-        k, v = (gather(s, self._tables.tensor(), n, out) for s, out in zip(stores, work))
-        if len(set(rows)) > 1:  # slots behind a shorter row hold whatever their block held before
-            stop = torch.tensor(rows, device=self.device)[:, None]
-            unused = (torch.arange(n, device=self.device) >= stop)[:, None, :, None]
-            k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
-        return k, v
+        stops = [self._one_length(layer)] * self.batch
+        step = Step(stops, stops, self.device, table=self._tables.tensor(), first=self._tables.run())
+        return step.gathered(self.storage.k[layer], self.storage.v[layer])
 
     def announce(self, row: int, ids: Sequence[int]) -> None:
         """The tokens that the next `append` brings to a row, for a `PagedSequence`: its manager has to know

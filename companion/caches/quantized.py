@@ -19,16 +19,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..attend import Step, backend
+from ..attend.by_torch import seen_keys
 from ..attention import merge_partials, sdpa
 from ..paging import BlockManager, blocks_needed
 from ..quantize import Codec, codec
 from ..quantize.codec import LIMIT
 from .base import Cache, refuse_latent
-from .dispatch import decode_packed_part
 from .packed import PagedPacked, TailedLayer
 from .tables import RowTables
 
-TILE = 1024  # quantized tokens that are dequantized at a time
 Choice = str | Codec | tuple[Codec, Codec]
 
 PRESETS = {  # keys per channel, values per token, as in KIVI
@@ -94,30 +94,15 @@ class QuantizedCache(Cache):
         self._layer(layer)
         self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
         store, rows, S = self._layers[layer], self._rows[layer], q.shape[2]
-        at = torch.tensor(self._starts(layer, S), device=self.device)[:, None] + torch.arange(
-            S, device=self.device
-        )
         step = self._step[layer] if self._fresh[layer] is not None else None
         stops = rows if step is None else step[2]  # from here on, the step's own tokens
-        window = self._window(layer)
-        options = dict(softmax_scale=softmax_scale, softcap=softcap, return_lse=True)
-        parts = []
-        limits = [min(a, b) for a, b in zip(store.quantized, stops)]
-        deep = min(max(limits), max(rows))
-        place = dict(starts=self._starts(layer, S), stops=limits, window=window)
-        found = decode_packed_part(q, store, **place, softmax_scale=softmax_scale, softcap=softcap)
-        if found is not None:
-            parts, deep = [found], 0
-        first = 0 if window is None or not S else max(0, int(at.min()) - window + 1) // TILE * TILE
-        for a in range(first, deep, TILE):
-            b = min(a + TILE, deep)
-            k, v = store.tile(a, b)
-            held = torch.arange(a, b, device=self.device).expand(self.batch, -1)
-            limit = torch.tensor(limits, device=self.device)
-            held = torch.where(held < limit[:, None], held, -1)
-            parts.append(sdpa(q, k.to(q.dtype), v.to(q.dtype), key_mask=_seen(held, at, window), **options))
+        window, starts = self._window(layer), self._starts(layer, S)
+        options = dict(softmax_scale=softmax_scale, softcap=softcap)
+        old = Step(starts, [min(a, b) for a, b in zip(store.quantized, stops)], self.device)
+        parts = backend(q).over_codes(q, store, old, window=window, **options)
         k, v, held = store.recent(rows, step, self.device)
-        parts.append(sdpa(q, k, v, key_mask=_seen(held, at, window), **options))
+        seen = seen_keys(held, old.at(S), window)
+        parts.append(sdpa(q, k, v, key_mask=seen, return_lse=True, **options))
         outs, lses = zip(*parts)
         out, lse = merge_partials(outs, lses, sinks=sinks)
         return (out, lse) if return_lse else out
@@ -154,11 +139,73 @@ class QuantizedCache(Cache):
         self._layers[layer].drop(row, start, stop)
 
 
-def _seen(held: Tensor, at: Tensor, window: int | None) -> Tensor:
-    """Which keys each query may see: held (B, n) positions, -1 for none; at (B, S) -> (B, S, n)."""
-    held, at = held[:, None], at[..., None]
-    seen = (held >= 0) & (held <= at)
-    return seen if window is None else seen & (held > at - window)
+class PagedQuantizedCache(QuantizedCache):
+    """`make_cache("paged", codec=...)`; the arguments are those of the two caches that it joins.
+
+    A `crop` must end on a whole block, unless it stays within the tail. `fork` shares the full blocks and
+    copies the tail.
+    """
+
+    def __init__(
+        self,
+        spec,
+        *,
+        batch=1,
+        max_tokens,
+        dtype,
+        device,
+        codec,
+        residual=0,
+        block_size=16,
+        num_blocks=None,
+    ):
+        need = batch * blocks_needed(max_tokens, block_size)
+        self.manager = BlockManager(need if num_blocks is None else num_blocks, block_size)
+        self.block_size = block_size
+        self._tables = RowTables.new(self.manager, batch, device)
+        shape = dict(batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
+        super().__init__(spec, codec=codec, residual=residual, **shape)
+        if any(layer.unit != block_size for layer in self._layers):
+            unit = max(layer.unit for layer in self._layers)
+            raise ValueError(
+                f"block_size={block_size}; this codec groups {unit} tokens, need a multiple of that"
+            )
+
+    def _packing(self):
+        blocks = partial(_blocks, self)
+        make = partial(PagedPacked, num_blocks=self.manager.pool.num_blocks, blocks=blocks)
+        return {"unit": self.block_size, "make": make}
+
+    def _reserve(self, lengths):
+        # A block that a fork still shares is not full, so its tokens lie in the tails: nothing to copy.
+        self._tables.reserve(lengths)
+
+    def block_table(self, width=None, fill=-1):
+        """int32 (B, width): the rows' blocks, padded with `fill`. width: None for the longest row's."""
+        return self._tables.tensor(width, fill)
+
+    def crop(self, n):
+        super().crop(n)
+        self._tables.crop(self._per_row(n))
+
+    def fork(self):
+        """A second cache over the same full blocks, with a tail of its own."""
+        twin = copy.copy(self)
+        twin._tables = self._tables.fork()
+        twin._rows = [list(rows) for rows in self._rows]
+        twin._fresh = [None] * self.spec.layers
+        twin._step = [None] * self.spec.layers
+        twin._layers = [layer.fork(partial(_blocks, twin)) for layer in self._layers]
+        return twin
+
+    def free(self) -> None:
+        """Give every block back; the cache is empty and cannot be used again."""
+        self._tables.free()
+        self._rows = [[0] * self.batch for _ in range(self.spec.layers)]
+
+
+def _blocks(cache: PagedQuantizedCache, row: int) -> list[int]:
+    return cache._tables.ids(row)
 
 
 def _pair(choice: Choice | Sequence) -> tuple[Codec, Codec]:

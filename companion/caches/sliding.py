@@ -26,13 +26,12 @@ import dataclasses
 
 import torch
 
+from ..attend import backend
+from ..attend.by_torch import attend_seen
+from ..attend.step import Ring, slot_of
 from ..attention import merge_partials, sdpa
-from ..kernels.policy import wanted as by_kernel
 from ..rope import Rope
-from .attend import attend, attend_seen
 from .base import Cache, refuse_latent
-from .contiguous import write_rows
-from .dispatch import decode, pages_of_one
 
 
 class SlidingCache(Cache):
@@ -61,14 +60,15 @@ class SlidingCache(Cache):
         self._k = [torch.zeros(*shape, n, spec.head_dim, dtype=dtype, device=device) for n in self._slots]
         self._v = [torch.zeros(*shape, n, spec.v_head_dim, dtype=dtype, device=device) for n in self._slots]
         self._reached = [[0] * batch for _ in range(spec.layers)]  # the longest each row has been
+        self._last_ring: Ring | None = None
 
     def append(self, layer, k, v, *, lengths=None):
         self._layer(layer)
         self._check_kv(k, v)
         before, new = self._plan(layer, k.shape[2], lengths)
         if self._window(layer) is None:
-            write_rows(self._k[layer], k, before, new)
-            write_rows(self._v[layer], v, before, new)
+            step = self._step_of(before, [b + n for b, n in zip(before, new)])
+            backend(k).append(k, v, self._k[layer], self._v[layer], step)
         else:
             self._write_ring(layer, k, v, before, new)
         self._commit(layer, before, new)
@@ -85,6 +85,9 @@ class SlidingCache(Cache):
             self._k[layer][row, :, at] = k[row, :, :n]
             self._v[layer][row, :, at] = v[row, :, :n]
 
+    def _slot(self, position: torch.Tensor) -> torch.Tensor:
+        return slot_of(position, self.sink_tokens, self.ring)
+
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
         self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
@@ -94,49 +97,27 @@ class SlidingCache(Cache):
         k, v = self._k[layer][:, :, :n], self._v[layer][:, :, :n]
         options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=return_lse)
         if self._window(layer) is None:
-            return attend(q, k, v, starts=starts, stops=stops, window=None, **options)
-        self._check_held(layer, starts, S)
-        if S == 1 and by_kernel(q, k, v):
-            at, pages = self._in_view(layer, starts), (pages_of_one(s[layer]) for s in (self._k, self._v))
-            found = decode(q, *pages, **at, window=None, **options)
-            if found is not None:
-                return found
-        # The order of the slots does not matter: a key carries its position in its rotation.
-        return attend_seen(q, k, v, self._seen(layer, starts, S, n), **options)
+            step = self._step_of(starts, stops)
+        else:
+            self._check_held(layer, starts, S)
+            step = self._ring_of(layer, starts, stops)
+        return backend(q).attend(q, k, v, step, window=None, **options)
+
+    def _ring_of(self, layer: int, starts: list[int], stops: list[int]) -> Ring:
+        """The step of the layers with a window, which are alike."""
+        found, reached = self._last_ring, self._reached[layer]
+        if found is None or (found.starts, found.stops, found.reached) != (starts, stops, reached):
+            shape = dict(heads=self.spec.kv_heads, slots=self._slots[layer], size=self.ring)
+            shape |= dict(sinks=self.sink_tokens, window=self.spec.window)
+            found = self._last_ring = Ring(starts, stops, self.device, reached=reached, **shape)
+        return found
 
     def positions(self, row: int = 0, layer: int | None = None) -> list[int]:
         """Positions of the tokens that a sliding layer holds for this row, in ascending order."""
         layer = self.spec.layer_types.index("sliding") if layer is None else self._layer(layer)
-        held = self._held(layer, self._slots[layer])[row]
+        rows = self._rows[layer]
+        held = self._ring_of(layer, rows, rows).held(self._slots[layer])[row]
         return sorted(p for p in held.tolist() if p >= 0)
-
-    def _slot(self, position: torch.Tensor) -> torch.Tensor:
-        s = self.sink_tokens
-        return torch.where(position < s, position, s + (position - s) % self.ring)
-
-    def _held(self, layer: int, n: int) -> torch.Tensor:
-        """Position of the token in each of n slots, (B, n); -1 where there is none."""
-        slot = torch.arange(n, device=self.device)
-        stop = torch.tensor(self._rows[layer], device=self.device)[:, None]
-        gone = torch.tensor(self._reached[layer], device=self.device)[:, None] - self.ring
-        # The latest position before `stop` that maps to this slot.
-        turns = torch.div(stop - 1 - slot, self.ring, rounding_mode="floor").clamp(min=0)
-        position = torch.where(slot < self.sink_tokens, slot, slot + turns * self.ring)
-        # After a crop a slot may have lost both: the token that was dropped and the one that it overwrote.
-        there = (position < stop) & ((position >= gone) | (position < self.sink_tokens))
-        return torch.where(there, position, -1)
-
-    def _in_view(self, layer: int, starts: list[int]) -> dict:
-        """For one query a row: the pages that it sees, as a block table, and how many they are."""
-        s, last = self.sink_tokens, [min(a, n - 1) for a, n in zip(starts, self._rows[layer])]
-        sinks = [min(s, p + 1) for p in last]
-        first = [max(s, p - self.spec.window + 1) for p in last]
-        stops = [a + max(0, p + 1 - lo) for a, p, lo in zip(sinks, last, first)]
-        n, first = torch.tensor([sinks, first], device=self.device)[..., None]  # (B, 1) each
-        column = torch.arange(s + self.spec.window, device=self.device)
-        slot = self._slot(torch.where(column < n, column, first + column - n))
-        row = torch.arange(self.batch, device=self.device)[:, None] * self.spec.kv_heads * self._slots[layer]
-        return {"table": (slot + row).int(), "stops": stops, "starts": [n - 1 for n in stops]}
 
     def _check_held(self, layer: int, starts: list[int], S: int) -> None:
         """Every query's window must still be there: a look back is as deep as the ring allows."""
@@ -147,13 +128,6 @@ class SlidingCache(Cache):
                 raise ValueError(
                     f"q has {S} tokens, but the ring no longer holds the window of row {row}'s token {first}"
                 )
-
-    def _seen(self, layer: int, starts: list[int], S: int, n: int) -> torch.Tensor:
-        held = self._held(layer, n)[:, None]  # (B, 1, n)
-        at = torch.tensor(starts, device=self.device)[:, None] + torch.arange(S, device=self.device)
-        at = at[..., None]  # (B, S, 1)
-        recent = (held > at - self.spec.window) | (held < self.sink_tokens)
-        return (held >= 0) & (held <= at) & recent
 
     def _check_crop(self, keep: list[int]) -> None:
         """A window can be restored only while the ring still holds its oldest token."""
@@ -257,8 +231,8 @@ class StreamingCache(SlidingCache):
         self._check_held(layer, starts, S)
         n = min(max(stops), self._slots[layer])
         k, v = self._k[layer][:, :, :n], self._v[layer][:, :, :n]
-        seen = self._seen(layer, starts, S, n)
-        at = torch.tensor(starts, device=self.device)[:, None] + torch.arange(S, device=self.device)
+        ring = self._ring_of(layer, starts, stops)
+        seen, at = ring.seen(S, n), ring.at(S)
         dropped = (at - window + 1 - s).clamp(min=0)  # (B, S)
         if S == 1 and self.dtype in (torch.float32, torch.float64):  # one query: turn the few keys
             k = torch.cat([self.rope.turn(k[:, :, :s], dropped.expand(-1, s)), k[:, :, s:]], dim=2)

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attend import one_pass
+from ..attend.step import Workspace
 from ..caches.paged import PagedStorage
 from ..generate import greedy
 from ..generate.sampling import check_logits
 from ..model import Decoder
 from ..serving.records import Chunk
-from .packed import PackedStep, Span, Workspace
+from .packed import PackedStep, Span
 
 Sample = Callable[[Any], Any]  # logits (B, V) -> ids (B,)
 
@@ -32,10 +34,12 @@ def compute(
     try:
         ids = torch.tensor([[t] for c in chunks for t in c.job.tokens[c.start : c.stop]], device=model.device)
         spans = [Span(c.job.seq.table, c.start, c.stop) for c in chunks]
-        x = model.through(model.embed(ids), PackedStep(storage, spans, workspace))[:, 0]  # (T, d)
-        ends = torch.tensor([c.count for c in chunks]).cumsum(0) - 1
-        asked = [i for i, c in enumerate(chunks) if c.samples]
-        logits = model.head(x[ends[asked].to(x.device)]) if asked else ()
+        x = model.embed(ids)
+        with one_pass(x):
+            x = model.through(x, PackedStep(storage, spans, workspace))[:, 0]  # (T, d)
+            ends = torch.tensor([c.count for c in chunks]).cumsum(0) - 1
+            asked = [i for i, c in enumerate(chunks) if c.samples]
+            logits = model.head(x[ends[asked].to(x.device)]) if asked else ()
     except Exception as error:
         if len(chunks) == 1:
             return [error]

@@ -1,4 +1,4 @@
-"""Whether the caches and the experts reach for a kernel: the user's word, the device, dtypes, gradients.
+"""The user's word on kernels, and what a device can do. `companion.attend` chooses by them, once in a pass.
 
     from companion.kernels import use
     with use("never"):              # compare with torch
@@ -13,7 +13,6 @@ import os
 import sys
 
 import torch
-from torch import Tensor
 
 from .. import install_command
 from .mode import interpreted
@@ -21,7 +20,6 @@ from .mode import interpreted
 VARIABLE = "COMPANION_KERNELS"
 CHOICES = ("auto", "compiled", "always", "never")
 LEAST_CAPABILITY = (7, 5)  # a T4; bfloat16 needs 8.0
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _chosen: list[str] = []  # the innermost `use` is the last
 
 
@@ -54,37 +52,12 @@ def choice() -> str:
     return _chosen[-1] if _chosen else _known(VARIABLE, os.environ.get(VARIABLE) or "auto")
 
 
-def wanted(*tensors: Tensor | None) -> bool:
-    """Whether a kernel should run on these; None is passed over.
-
-    Never for float64, which no kernel takes, and never where a gradient is asked for: kernels have none.
-    """
-    real = [t for t in tensors if t is not None]
-    how = choice()
-    if how == "never" or (how in ("auto", "compiled") and not real[0].is_cuda):
-        return False
-    if any(t.is_floating_point() and not _readable(t) for t in real):
-        return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in real):
-        return False
-    devices = {t.device for t in real}
-    if len(devices) != 1 or real[0].device.type not in ("cuda", "cpu"):
-        return False
-    if how == "always":
-        return True
-    return _runs_on(torch.cuda.get_device_capability(real[0].device), {t.dtype for t in real})
-
-
-def _runs_on(capability: tuple[int, int], dtypes: set[torch.dtype]) -> bool:
+def runs_on(capability: tuple[int, int], dtypes: set[torch.dtype]) -> bool:
     """Whether this process can run kernels on a device of this capability, with these dtypes."""
     if capability < LEAST_CAPABILITY or (torch.bfloat16 in dtypes and capability < (8, 0)):
         return False
     there = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
     return there and not interpreted()
-
-
-def _readable(t: Tensor) -> bool:
-    return t.dtype in _FLOATS or t.element_size() == 1  # float8 codes are bytes to a kernel
 
 
 def _known(name: str, value: str) -> str:

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..attention import sdpa
-from ..caches import Cache
+from ..caches import Attendable
 from ..cost import ModelSpec
 from ..rope import Rope
 from .blocks import RMSNorm
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         rope: Rope,
         cos: Float[Tensor, "*rows half"],
         sin: Float[Tensor, "*rows half"],
-        cache: Cache | None = None,
+        cache: Attendable | None = None,
         lengths: list[int] | None = None,
     ) -> Float[Tensor, "B S d"]:
         B, S, _ = x.shape
@@ -198,7 +198,7 @@ class LatentAttention(nn.Module):
         rope: Rope,
         cos: Float[Tensor, "*rows half"],
         sin: Float[Tensor, "*rows half"],
-        cache: Cache | None = None,
+        cache: Attendable | None = None,
         lengths: list[int] | None = None,
     ) -> Float[Tensor, "B S d"]:
         B, S, _ = x.shape

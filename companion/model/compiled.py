@@ -12,68 +12,52 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..caches.base import Cache
+from ..caches.base import Attendable, Room
 from ..kernels.cpu import LOG2E
 from ..kernels.cpu.rows import LAYER, ROWS, SPEC, step
-from ..kernels.policy import choice
 from .attention import Attention, HeadNormAttention
 from .blocks import ACTIVATIONS, Block, FeedForward, RMSNorm
 from .int8 import Int8Matrix
 
 GELU = {ACTIVATIONS["silu"]: False, ACTIVATIONS["gelu_pytorch_tanh"]: True}
-_known: WeakKeyDictionary[nn.ModuleList, "Layers"] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.ModuleList, "CompiledLayers"] = WeakKeyDictionary()
 
 
-def through(blocks: nn.ModuleList, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor | None:
-    """x (B, 1, d) through the blocks, the cache filled; None, with nothing done, where modules must do it.
-
-    cos, sin: of the rows' positions, (B, 1, half), or (1, half) for all. Raises ValueError, changing nothing,
-    for a cache that is full.
-    """
-    if choice() != "compiled" or len(x) > ROWS or cache is None:
-        return None
-    if cache.dtype != torch.float32 or cache.device.type != "cpu":
-        return None
+def suits(x: Tensor, cache: Attendable | None) -> bool:
+    """Whether a step of rows x (B, 1, d) over this cache could be one call, if the layers are plain."""
+    if cache is None or len(x) > ROWS or cache.dtype != torch.float32 or cache.device.type != "cpu":
+        return False
     # A subclass may have changed how it writes.
-    if "room" not in vars(type(cache)) or not _numbers([x]) or (layers := _layers(blocks)) is None:
-        return None
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *layers.tensors)):
-        return None
-    if (room := cache.room()) is None:
-        return None
-    table = layers.table.copy()
-    table["k"], table["v"] = ([store.data_ptr() for store in stores] for stores in (room.k, room.v))
-    rows, angles = x[:, 0].clone(), (t.view(-1, t.shape[-1]) for t in (cos, sin))
-    step(rows, table, layers.matrix, layers.spec, *angles, *room.layout, room.table, room.before)
-    cache.filled()
-    return rows[:, None]
+    return "room" in vars(type(cache)) and _numbers([x])
 
 
-def _layers(blocks: nn.ModuleList) -> "Layers | None":
-    """What is known of the blocks, taken anew if anything about them has changed; None if not plain."""
+def compiled_layers(blocks: nn.ModuleList) -> "CompiledLayers":
+    """The blocks as one call, as they are now: taken anew if anything about them has changed."""
     found = _known.get(blocks)
-    if found is not None and found.seen == found.look():
-        return found
-    _known.pop(blocks, None)
-    weights = []
-    for block in blocks:
-        if (own := _weights(block)) is None:
-            return None
-        weights.append(own)
-    if len({(own["qkv"].dtype, *_common(*_parts(block))) for block, own in zip(blocks, weights)}) != 1:
-        return None
-    found = _known[blocks] = Layers(blocks, weights)
+    if found is None or found.why_not is not None or found.seen != found.look():
+        _known.pop(blocks, None)
+        found = _known[blocks] = CompiledLayers(blocks)
     return found
 
 
-class Layers:
-    """Plain layers as a compiled step wants them: looking at every module anew would take a tenth of a step.
+class CompiledLayers:
+    """Plain layers as one compiled call: looking at every module anew would take a tenth of a step.
 
-    weights: of each block, by the names of LAYER. `table` (L,) of LAYER, `spec` of SPEC, `matrix` one of the
-    matrices, `tensors` all of them.
+    Attributes: `why_not`, what keeps them with the modules, or None for plain layers. Of those: `table` (L,)
+    of LAYER, `spec` of SPEC, `matrix`, one of the matrices, and `tensors`, all of them.
     """
 
-    def __init__(self, blocks: nn.ModuleList, weights: list[dict[str, Tensor]]):
+    def __init__(self, blocks: nn.ModuleList):
+        self.why_not, weights = None, []
+        for i, block in enumerate(blocks):
+            if (own := _weights(block)) is None:
+                self.why_not = f"layer {i} is not plain"
+                return
+            weights.append(own)
+        alike = {(own["qkv"].dtype, *_common(*_parts(block))) for block, own in zip(blocks, weights)}
+        if len(alike) != 1:
+            self.why_not = "the layers differ"
+            return
         self.modules = list(blocks.modules())
         self.parts = [_parts(block) for block in blocks]
         self.tensors = [t for own in weights for t in own.values()]
@@ -84,6 +68,29 @@ class Layers:
             for name, t in own.items():
                 row[name] = t.data_ptr()
         self.seen = self.look()
+
+    def __repr__(self) -> str:
+        if self.why_not is not None:
+            return f"CompiledLayers(none: {self.why_not})"
+        return f"CompiledLayers({len(self.table)} layers, {str(self.matrix.dtype).removeprefix('torch.')})"
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether they are plain, and no gradient is asked for."""
+        if self.why_not is not None:
+            return False
+        return not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, *self.tensors)))
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Attendable, room: Room) -> Tensor:
+        """x (B, 1, d) through all layers, the cache's room filled.
+
+        cos, sin: of the rows' positions, (B, 1, half), or (1, half) for all.
+        """
+        table = self.table.copy()
+        table["k"], table["v"] = ([store.data_ptr() for store in stores] for stores in (room.k, room.v))
+        rows, angles = x[:, 0].clone(), (t.view(-1, t.shape[-1]) for t in (cos, sin))
+        step(rows, table, self.matrix, self.spec, *angles, *room.layout, room.table, room.before)
+        cache.filled()
+        return rows[:, None]
 
     def look(self) -> tuple[list, ...]:
         """What must not have changed: modules, parameters and hooks, numbers, and the tensors' memory."""

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..caches.base import Cache, row_counts
+from ..attend import one_pass
+from ..caches.base import Attendable, row_counts
 from ..cost import ModelSpec
 from ..rope import Rope
-from . import compiled
+from .compiled import CompiledLayers, compiled_layers, suits
 from .families import block, family_of, ropes
 from .int8 import Int8Matrix
 from .products import Tensors, matrix, product
@@ -86,7 +87,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         ids: Int[Tensor, "B S"],
-        cache: Cache | None = None,
+        cache: Attendable | None = None,
         *,
         lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         logits: str = "all",
@@ -105,15 +106,17 @@ class Decoder(nn.Module):
         if logits not in ("all", "last"):
             raise ValueError(f"logits={logits!r}; accepted: 'all', 'last'")
         rows = self._rows(*ids.shape, lengths)
-        x = self.through(self.embed(ids), cache, lengths=rows)
-        if logits == "last":
-            x = x[:, -1:] if rows is None else _last(x, rows)
-        return self.head(x)
+        x = self.embed(ids)
+        with one_pass(x):
+            x = self.through(x, cache, lengths=rows)
+            if logits == "last":
+                x = x[:, -1:] if rows is None else _last(x, rows)
+            return self.head(x)
 
     def through(
         self,
         x: Float[Tensor, "B S d"],
-        cache: Cache | None = None,
+        cache: Attendable | None = None,
         *,
         lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     ) -> Float[Tensor, "B S d"]:
@@ -130,14 +133,24 @@ class Decoder(nn.Module):
         full = local = (self.rope, *self.angles(positions))
         if self.local_rope is not None:
             local = (self.local_rope, *self.angles(positions, self.local_rope))
-        elif S == 1 and rows is None and not self.rope.interleaved:
-            if (found := compiled.through(self.blocks, x, *full[1:], cache)) is not None:
-                return found
-        for layer, kind in zip(self.blocks, self.spec.layer_types):
-            x = layer(x, *(local if kind == "sliding" else full), cache, rows)
+        with one_pass(x) as by:
+            alone = S == 1 and rows is None and self.local_rope is None and not self.rope.interleaved
+            if by.whole_steps and alone and suits(x, cache):
+                step = self.compiled()
+                if step.takes(x) and (room := cache.room()) is not None:
+                    return step(x, *full[1:], cache, room)
+            for layer, kind in zip(self.blocks, self.spec.layer_types):
+                x = layer(x, *(local if kind == "sliding" else full), cache, rows)
         return x
 
-    def _check_cache(self, cache: Cache, B: int) -> None:
+    def compiled(self) -> CompiledLayers:
+        """The layers as one compiled call per decode step, as they are now; it says why not, if not.
+
+        `companion.kernels.use("compiled")` makes use of it.
+        """
+        return compiled_layers(self.blocks)
+
+    def _check_cache(self, cache: Attendable, B: int) -> None:
         """Here rather than in some later layer, when the first ones have been written."""
         if cache.batch != B:
             raise ValueError(f"cache has batch={cache.batch}, ids has {B} rows")

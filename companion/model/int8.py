@@ -1,39 +1,23 @@
 """A matrix in one byte per weight: int8 codes and a scale for each output channel.
 
 A row of a product is (sum over j of codes[i, j] x[j]) scale[i]: the scale leaves the sum, so nothing but the
-codes is read for every weight. What is fastest on a CPU differs by the dtype of x (see the ledger of the
-benchmarks):
-
-- tiles: as many rows of codes as fit the near caches are turned into floats there and multiplied, then the
-  next. In float32 that takes as long as reading the floats would have, or a fifth longer;
-- packed: torch's own kernel, which multiplies what it has just unpacked in registers. Fast in bfloat16 for
-  few rows; in float32 and float16 several times slower than tiles, so not asked there;
-- compiled: where `companion.kernels.use` allows, for up to 8 rows in float32. Codes become floats in
-  registers, and int8 saves time as well.
-
-Elsewhere a matrix is turned into floats as a whole for each product: bytes are saved, time is not.
-
-A mixture of experts with such matrices computes each expert that has rows, one after another.
+codes is read for every weight. How it is multiplied is the backend's affair: by torch in tiles
+(`companion.attend.products`), or, where `companion.kernels.use` allows, for up to 8 rows in float32, by
+compiled loops in which codes become floats in registers, and int8 saves time as well.
 """
 
-import threading
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Int8
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ..attend import backend
+from ..attend.products import dense
 from ..cost import ModelSpec
-from ..kernels.cpu.rows import linear, linear_wanted
 from ..moe import MoE, Routing, capacity_of, combine, dispatch, gated, gather
 from ..quantize import codec
-
-TILE = 2**21  # bytes of floats at once: what a core's near caches hold
-PACKED_ROWS = 16  # rows up to which torch's kernel is the faster one
-PACKED_WIDTH = 64  # divides the inputs for which it is safe: with 60 it reads past the end and may crash
-VECTORS = ("AVX2", "AVX512")  # instruction sets for which that kernel is more than a plain loop
 
 
 class Int8Matrix(nn.Module):
@@ -71,92 +55,18 @@ class Int8Matrix(nn.Module):
         self, x: Float[Tensor, "*rows in"], bias: Float[Tensor, " out"] | None = None
     ) -> Float[Tensor, "*rows out"]:
         """x W' + bias in x's dtype, summed in float32 at least."""
-        return int8_product(x, self.codes, self.scale, bias)
+        return backend(x).linear(x, self.codes, bias, self.scale)
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "*more out in"]:
         """The weights as numbers."""
-        return _dense(self.codes, self.scale, dtype)
+        return dense(self.codes, self.scale, dtype)
 
     def looked_up(self, ids: Int[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape in"]:
         """Rows by number, as of an embedding."""
-        return _dense(F.embedding(ids, self.codes), F.embedding(ids, self.scale[:, None])[..., 0], dtype)
+        return dense(F.embedding(ids, self.codes), F.embedding(ids, self.scale[:, None])[..., 0], dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.shape)}"
-
-
-def int8_product(
-    x: Float[Tensor, "*rows in"],
-    codes: Int8[Tensor, "out in"],
-    scale: Float[Tensor, " out"],
-    bias: Float[Tensor, " out"] | None = None,
-) -> Float[Tensor, "*rows out"]:
-    """F.linear(x, codes * scale, bias) in x's dtype; a whole matrix of floats is in memory only off the CPU,
-    and where x needs a gradient."""
-    if linear_wanted(x, codes, scale):
-        return linear(x, codes, bias, scale)
-    out, width = codes.shape
-    rows = x.numel() // width
-    if not rows or x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
-        return F.linear(x, _dense(codes, scale, x.dtype), bias)
-    flat = x.reshape(rows, width)
-    if rows <= PACKED_ROWS and width % PACKED_WIDTH == 0 and packed(x.dtype):
-        y = torch._weight_int8pack_mm(flat.contiguous(), codes, scale.to(x.dtype))
-        y = y if bias is None else y + bias
-    else:
-        y = _by_tiles(flat, codes, scale)
-        y = (y if bias is None else y.add_(bias)).to(x.dtype)
-    return y.view(*x.shape[:-1], out)
-
-
-@cache
-def packed(dtype: torch.dtype) -> bool:
-    """Whether torch's own kernel is there for x of this dtype, fast, and right on a matrix made up for it.
-
-    It has no public name, so it may be gone or changed in any release: then tiles do its work.
-    """
-    if dtype != torch.bfloat16 or torch.backends.cpu.get_cpu_capability() not in VECTORS:
-        return False
-    numbers = torch.Generator().manual_seed(0)
-    codes = torch.randint(-127, 128, (48, 128), generator=numbers, dtype=torch.int8)
-    x, scale = (torch.rand(*shape, generator=numbers).to(dtype) for shape in ((3, 128), (48,)))
-    try:
-        y = torch._weight_int8pack_mm(x, codes, scale)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
-        return False
-    right = F.linear(x.double(), codes.double() * scale.double()[:, None])
-    return y.shape == right.shape and bool((y - right).norm() <= 0.01 * right.norm())
-
-
-def _by_tiles(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """(rows, out) in float32, or in float64 for such x."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    (out, width), x = codes.shape, x.to(wide)
-    y = x.new_empty(x.shape[0], out)
-    step = max(1, TILE // (width * wide.itemsize))
-    for start in range(0, out, step):
-        part = codes[start : start + step]
-        tile = _workspace(part.numel(), wide).view(part.shape).copy_(part)
-        torch.mm(x, tile.t(), out=y[:, start : start + step])
-    return y.mul_(scale)
-
-
-_kept = threading.local()
-
-
-def _workspace(n: int, dtype: torch.dtype) -> Tensor:
-    """n numbers of memory, each thread's own, kept from call to call: fresh pages cost more than the copy."""
-    flat = getattr(_kept, str(dtype), None)
-    if flat is None or len(flat) < n:
-        with torch.inference_mode(False):  # or it could not be written outside that mode
-            flat = torch.empty(n, dtype=dtype)
-        setattr(_kept, str(dtype), flat)
-    return flat[:n]
-
-
-def _dense(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    wide = torch.promote_types(dtype, torch.float32)
-    return (codes.to(wide) * scale.to(wide).unsqueeze(-1)).to(dtype)
 
 
 MATRICES = ("w1", "w2", "shared_w1", "shared_w2")
@@ -198,11 +108,11 @@ class Int8MoE(MoE):
 def _each(x: Tensor, weight: Int8Matrix, sizes: Sequence[int], bias: Tensor | None) -> Tensor:
     """Rows (S, out): the first sizes[0] rows of x through expert 0, the next through expert 1."""
     out = x.new_empty(x.shape[0], weight.shape[1])
-    begin = 0
+    begin, linear = 0, backend(x).linear
     for e, rows in enumerate(sizes):
         if rows:
             own = None if bias is None else bias[e]
             end = begin + rows
-            out[begin:end] = int8_product(x[begin:end], weight.codes[e], weight.scale[e], own)
+            out[begin:end] = linear(x[begin:end], weight.codes[e], own, weight.scale[e])
             begin = end
     return out

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..kernels.policy import wanted
+from ..attend import backend
 from .dispatch import combine, dispatch, gather
 
 FEW = 8  # rows of an expert up to which its weights stand on the left of the product
@@ -77,21 +77,15 @@ def grouped_experts(
     Sources: Shazeer et al. 2017, equation 1; Gale et al. 2022 (grouped, without padding or dropping).
     """
     _check(x, w1, w2, ids, weights, b1, b2)
-    if capacity is None and by_kernel(x, w1, w2, ids, weights, b1, b2):
-        from ..kernels import fused_moe
+    options = dict(b1=b1, b2=b2, limit=limit, alpha=alpha, capacity=capacity)
+    return backend(x).experts(experts_by_torch, x, w1, w2, ids, weights, **options)
 
-        clamp = {} if limit is None else {"activation": "gpt_oss", "limit": limit, "alpha": alpha}
-        return fused_moe(x, w1, w2, weights, ids, b1=b1, b2=b2, **clamp)
+
+def experts_by_torch(x, w1, w2, ids, weights, *, b1, b2, limit, alpha, capacity) -> Tensor:
+    """The same by torch, unchecked."""
     plan = dispatch(ids, w1.shape[0], capacity=capacity)
     h = gated(grouped_linear(gather(x, plan), w1, plan.sizes, b1), limit=limit, alpha=alpha)
     return combine(grouped_linear(h, w2, plan.sizes, b2), weights, plan)
-
-
-def by_kernel(x, w1, w2, ids, weights, b1, b2) -> bool:
-    """Whether the Triton kernel takes these; `companion.kernels.use` has the last word."""
-    real = [t for t in (x, w1, w2, b1, b2) if t is not None]
-    fits = all(t.dtype == x.dtype and t.numel() and t.stride(-1) == 1 for t in real)
-    return fits and weights.dtype == torch.float32 and ids.numel() > 0 and wanted(*real, weights, ids)
 
 
 def dense_experts(

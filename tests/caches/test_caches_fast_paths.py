@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from companion.attend.by_torch import decode_packed, reads_ahead
 from companion.attention import sdpa
 from companion.caches import make_cache
-from companion.caches.attend import decode_packed, reads_ahead
 from companion.cost import MLASpec, models
 from tests.caches.test_caches_edges import rand, spec
 

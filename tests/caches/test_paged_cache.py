@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
+from companion.attend.step import gather
 from companion.caches import PagedCache, PagedStorage, make_cache
-from companion.caches.paged import gather
 from companion.cost import ModelSpec
 from companion.generate import generate
 from companion.model import from_transformers
@@ -358,7 +358,7 @@ def test_a_full_pool_in_the_middle_of_copies_on_write_loses_no_token():
         cache.append(0, k, v)
     assert_same(before[0], state(cache))
     assert_same(before[1], state(fork))
-    assert all(torch.equal(cache._gathered(i)[0], twin._k[i][:, :, :7]) for i in range(2))
+    assert all(torch.equal(cache.read(i)[0], twin._k[i][:, :, :7]) for i in range(2))
     fork.free()
     step([twin, cache], q, k, v)
     cache.free()

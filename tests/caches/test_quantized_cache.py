@@ -7,8 +7,9 @@ import jaxtyping
 import pytest
 import torch
 
+from companion.attend import by_torch
 from companion.attention import sdpa
-from companion.caches import make_cache, quantized
+from companion.caches import make_cache
 from companion.caches.packed import Packed
 from companion.cost import ModelSpec
 from companion.paging import PoolFull
@@ -121,7 +122,7 @@ KINDS = pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 def test_attention_is_over_what_is_stored_and_the_steps_own_tokens_exactly(
     choice, residual, window, paged, monkeypatch
 ):
-    monkeypatch.setattr(quantized, "TILE", 32)  # several tiles in a short text
+    monkeypatch.setattr(by_torch, "TILE", 32)  # several tiles in a short text
     cache = build(choice, residual, paged=paged, spec=spec_of(window))
     q, k, v = draw(ROOM)
     at = 0
@@ -207,7 +208,7 @@ def test_every_token_is_quantized_once_and_its_codes_stay(choice, unit, residual
 
 @KINDS
 def test_attention_never_dequantizes_more_than_a_tile(paged, calls):
-    n = 2 * quantized.TILE + 300
+    n = 2 * by_torch.TILE + 300
     cache = build("kivi4", 16, paged=paged, max_tokens=n + 1, spec=spec_of(types=("full",)))
     fill(cache, n)
     q, k, v = draw(1, seed=1)
@@ -215,14 +216,14 @@ def test_attention_never_dequantizes_more_than_a_tile(paged, calls):
     cache.append(0, k, v)
     calls["dequantize"].clear()
     got = cache.attend(0, q)
-    assert max(n for _, n in calls["dequantize"]) <= quantized.TILE
+    assert max(n for _, n in calls["dequantize"]) <= by_torch.TILE
     assert sum(n for _, n in calls["dequantize"]) < 2 * (n + 32)  # once each, keys and values
     want = sdpa(q, torch.cat([old[0], k], 2), torch.cat([old[1], v], 2))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 def test_a_windowed_layer_dequantizes_no_tile_before_its_window(calls):
-    n = 2 * quantized.TILE + 300
+    n = 2 * by_torch.TILE + 300
     cache = build("int8", 16, max_tokens=n + 1, spec=spec_of(window=40, types=("sliding",)))
     fill(cache, n)
     q, k, v = draw(1, seed=1)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import companion.kernels.append
+from companion.attend import choose
+from companion.attend.by_triton import MOST_QUERIES, kernel_format
 from companion.caches import make_cache
-from companion.caches.dispatch import MOST_QUERIES, kernel_format
 from companion.cost import MLASpec, ModelSpec
 from companion.kernels import policy, use
 from companion.moe import grouped_experts
@@ -288,9 +289,15 @@ def test_experts_that_stay_with_torch(calls):
 # --- the policy --------------------------------------------------------------------------------------------
 
 
+def taken(first, *more):
+    """Whether the backend of the moment has a kernel for these."""
+    found = choose(first.device, first.dtype)
+    return found.name == "triton" and found.takes(first, *more)
+
+
 def test_the_default_on_a_cpu_is_torch(calls, monkeypatch):
     monkeypatch.delenv(policy.VARIABLE, raising=False)
-    assert policy.choice() == "auto" and not policy.wanted(torch.zeros(2))
+    assert policy.choice() == "auto" and not taken(torch.zeros(2))
     grouped_experts(*moe()[0])
     assert not calls
 
@@ -299,9 +306,9 @@ def test_the_innermost_choice_holds_and_is_taken_back(monkeypatch):
     monkeypatch.setenv(policy.VARIABLE, "never")
     assert policy.choice() == "never"
     with use("always"):
-        assert policy.wanted(torch.zeros(2))
+        assert taken(torch.zeros(2))
         with pytest.raises(RuntimeError), use("never"):
-            assert policy.choice() == "never" and not policy.wanted(torch.zeros(2))
+            assert policy.choice() == "never" and not taken(torch.zeros(2))
             raise RuntimeError
         assert policy.choice() == "always"
     assert policy.choice() == "never"
@@ -314,18 +321,18 @@ def test_an_unknown_choice_is_refused(monkeypatch):
         use("off")
     monkeypatch.setenv(policy.VARIABLE, "1")
     with pytest.raises(ValueError, match="COMPANION_KERNELS='1'; accepted"):
-        policy.wanted(torch.zeros(2))
+        taken(torch.zeros(2))
 
 
 def test_tensors_that_no_kernel_takes():
     with use("always"):
-        assert policy.wanted(torch.zeros(2), None, torch.zeros(2, dtype=torch.uint8))
-        assert policy.wanted(torch.zeros(2).to(torch.float8_e4m3fn))
-        assert not policy.wanted(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
-        assert not policy.wanted(torch.zeros(2), torch.zeros(2, device="meta"))
-        assert not policy.wanted(torch.zeros(2, requires_grad=True))
+        assert taken(torch.zeros(2), None, torch.zeros(2, dtype=torch.uint8))
+        assert taken(torch.zeros(2).to(torch.float8_e4m3fn))
+        assert not taken(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+        assert not taken(torch.zeros(2), torch.zeros(2, device="meta"))
+        assert not taken(torch.zeros(2, requires_grad=True))
         with torch.no_grad():
-            assert policy.wanted(torch.zeros(2, requires_grad=True))
+            assert taken(torch.zeros(2, requires_grad=True))
 
 
 @pytest.mark.parametrize(
@@ -341,9 +348,9 @@ def test_tensors_that_no_kernel_takes():
     ],
 )
 def test_capabilities(monkeypatch, capability, dtype, runs):
-    assert not policy._runs_on(capability, {dtype})  # this process interprets
+    assert not policy.runs_on(capability, {dtype})  # this process interprets
     monkeypatch.setattr(policy, "interpreted", lambda: False)
-    assert policy._runs_on(capability, {dtype, torch.int32}) is runs
+    assert policy.runs_on(capability, {dtype, torch.int32}) is runs
 
 
 def run(code, **environment):

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_inputs import ABSURD, check, make
 
+from companion.attend import Step, by_numba, choose
 from companion.attention import sdpa
-from companion.caches import dispatch, make_cache
+from companion.caches import make_cache
 from companion.kernels import cpu, decode_on_cpu, policy, use
 from companion.kernels.cpu import attention as cpu_attention
 from companion.kernels.cpu import attention as cpu_numba
@@ -48,7 +49,7 @@ def calls(monkeypatch):
         return cpu.run(*args, **kwargs)
 
     monkeypatch.setattr(cpu, "LEAST_BYTES", 0)
-    monkeypatch.setattr(dispatch, "run", counted)
+    monkeypatch.setattr(by_numba, "run", counted)
     return seen
 
 
@@ -266,7 +267,7 @@ def test_what_torch_keeps(calls):
 
 def test_small_steps_stay_with_torch(monkeypatch):
     monkeypatch.setattr(cpu, "LEAST_BYTES", 2_000_000)
-    q, store = torch.randn(1, 4, 1, 32), torch.randn(1, 5000, 2, 32)
+    q, store = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 5000, 32)
     with use("compiled"):
         for stops, window, paged, there in (
             ([3906], None, False, False),
@@ -274,7 +275,9 @@ def test_small_steps_stay_with_torch(monkeypatch):
             ([5000], 3000, False, False),
             ([1], None, True, True),  # torch would gather its page
         ):
-            assert dispatch.wanted_on_cpu(q, store, store, stops, window, paged) is there
+            pages = {"table": torch.zeros(1, 1, dtype=torch.int32)} if paged else {}
+            step = Step([n - 1 for n in stops], stops, q.device, **pages)
+            assert choose(q.device, q.dtype).fits(q, store, store, step, window) is there
 
 
 def test_without_numba_it_is_refused_where_it_is_asked_for(monkeypatch):

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from architectures import TINY, TOLERANCE, ids, tiny
 
+from companion.attend import products
+from companion.attend.products import PACKED_ROWS, packed
 from companion.caches import make_cache
 from companion.cost import ModelSpec, parameters, weight_bytes
-from companion.model import Decoder, from_transformers, int8, load, quantize_weights
-from companion.model.int8 import PACKED_ROWS, Int8Matrix, packed
+from companion.model import Decoder, from_transformers, load, quantize_weights
+from companion.model.int8 import Int8Matrix
 from companion.study import compare, text
 from tests.model.test_architectures_caches import EXACT, FITS, logits_over
 
@@ -161,8 +163,8 @@ def way(request, monkeypatch):
     if request.param == "no such kernel":
         monkeypatch.delattr(torch, "_weight_int8pack_mm")
     if request.param == "small tiles":
-        monkeypatch.setattr(int8, "PACKED_ROWS", 0)
-        monkeypatch.setattr(int8, "TILE", 4 * 60 * 7)
+        monkeypatch.setattr(products, "PACKED_ROWS", 0)
+        monkeypatch.setattr(products, "TILE", 4 * 60 * 7)
     yield request.param
     packed.cache_clear()
 

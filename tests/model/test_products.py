@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from companion.model.products import FEW, SIDES, matrix, pieces, product
+from companion.attend.products import FEW, SIDES, pieces
+from companion.model.products import matrix, product
 
 
 @pytest.fixture(params=[1, 2, 3])

@@ -1,11 +1,8 @@
-"""Decode attention on a CPU, by code that Numba compiles (`cpu_attention.py`, imported when first used).
+"""Decode attention on a CPU, by code that Numba compiles (`attention.py`, imported when first used).
 
-Numba is an extra, `cpu`; caches come here under `use("compiled")`. The first
-call on a machine compiles, for some ten seconds; what comes out is kept on disk, beside the source or in
-Numba's own folder.
+Numba is an extra, `cpu`; `companion.attend` comes here under `use("compiled")`. The first call on a machine
+compiles, for some ten seconds; what comes out is kept on disk, beside the source or in Numba's own folder.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,7 +10,6 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from ..decode.checks import check_call, check_contents, check_sinks
-from ..policy import choice
 from .pool import threads
 
 __all__ = ["decode_on_cpu"]
@@ -63,24 +59,6 @@ def decode_on_cpu(
         window=call.window, sinks=sinks, **options,
     )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def wanted_on_cpu(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, stops: Sequence[int], window: int | None, paged: bool
-) -> bool:
-    """Whether a decode step should be computed here: the user asked for it, it fits, and it reads enough."""
-    tensors = (q, k_cache, v_cache)
-    if choice() != "compiled" or v_cache is None:
-        return False
-    if any(t.dtype != torch.float32 or not t.is_cpu or t.stride(-1) != 1 for t in tensors):
-        return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return False
-    if paged:  # torch would have to gather the pages first
-        return True
-    keys = sum(stops) if window is None else sum(min(n, window) for n in stops)
-    per_key = k_cache.shape[2] * (k_cache.shape[3] + v_cache.shape[3]) * k_cache.element_size()
-    return keys * per_key >= LEAST_BYTES
 
 
 def run(q, k_cache, v_cache, stops, table, *, window=None, softmax_scale=None, softcap=0.0, sinks=None):

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
-from ..policy import choice
 from . import LEAST_TILES, flat
 from .pool import threads
 
@@ -76,17 +75,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor 
             factors = NO_SCALE if scale is None else scale.detach().contiguous().numpy()
             linear(rows.numpy(), weight.detach().numpy(), factors, n_threads, y.view(-1, out).numpy())
     return y if bias is None else y + bias
-
-
-def linear_wanted(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> bool:
-    """Whether a product should be computed here: the user asked for it, the rows are few, and all fits."""
-    if choice() != "compiled" or x.dtype != torch.float32 or not 0 < x.numel() <= ROWS * weight.shape[1]:
-        return False
-    if weight.dtype != (torch.float32 if scale is None else torch.int8) or not weight.is_contiguous():
-        return False
-    if not (x.is_cpu and weight.is_cpu and (scale is None or scale.dtype == torch.float32)):
-        return False
-    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
 
 
 def step(
