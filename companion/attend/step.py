@@ -223,10 +223,13 @@ class Ring(Step):
         row = torch.arange(len(stops), device=self.device)[:, None] * self.heads * self.slots
         return Step([n - 1 for n in stops], stops, self.device, table=(slot + row).int())
 
-    @staticmethod
-    def pages(store: Tensor) -> Tensor:
-        """A store (B, H, n, D) as pages of one token, (pages, 1, H, D): slot s of row b is page b H n + s."""
-        B, H, n, D = store.shape
+    def pages(self, store: Tensor) -> Tensor:
+        """The first slots (B, H, n, D) of a store as pages of one token, (pages, 1, H, D): all of the store's.
+
+        Slot s of row b is page b H slots + s.
+        """
+        B, H, _, D = store.shape
+        n = self.slots
         return store.as_strided((B * H * n - (H - 1) * n, 1, H, D), (D, D, n * D, 1))
 
 

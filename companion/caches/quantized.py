@@ -101,16 +101,15 @@ class QuantizedCache(Cache):
         old = Step(starts, [min(a, b) for a, b in zip(store.quantized, stops)], self.device)
         parts = backend(q).over_codes(q, store, old, window=window, **options)
         k, v, held = store.recent(rows, step, self.device)
-        seen = seen_keys(held, old.at(S), window)
-        parts.append(sdpa(q, k, v, key_mask=seen, return_lse=True, **options))
-        outs, lses = zip(*parts)
-        out, lse = merge_partials(outs, lses, sinks=sinks)
+        options |= dict(key_mask=seen_keys(held, old.at(S), window), return_lse=True)
+        parts.append(sdpa(q, k, v, **options))
+        out, lse = merge_partials(*zip(*parts), sinks=sinks)
         return (out, lse) if return_lse else out
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """All stored keys and values, dequantized: (B, Hkv, n, D) each; for rows of one length."""
         n, store = self._one_length(layer), self._layers[layer]
-        done = store.quantized  # rows of one length may differ in what is quantized, after a crop
+        done = store.quantized  # rows of one length may differ in this, after a crop
         packed = [x.to(self.dtype) for x in store.tile(0, max(done))]
         k, v = (
             torch.stack([torch.cat([x[b, :, :q], tail[b, :, : n - q]], dim=1) for b, q in enumerate(done)])
@@ -172,9 +171,9 @@ class PagedQuantizedCache(QuantizedCache):
             )
 
     def _packing(self):
-        blocks = partial(_blocks, self)
-        make = partial(PagedPacked, num_blocks=self.manager.pool.num_blocks, blocks=blocks)
-        return {"unit": self.block_size, "make": make}
+        pool, blocks = self.manager.pool, partial(_blocks, self)
+        make = partial(PagedPacked, num_blocks=pool.num_blocks, blocks=blocks)
+        return dict(unit=self.block_size, make=make)
 
     def _reserve(self, lengths):
         # A block that a fork still shares is not full, so its tokens lie in the tails: nothing to copy.
@@ -265,9 +264,9 @@ class PagedQuantizedCache(QuantizedCache):
             )
 
     def _packing(self):
-        blocks = partial(_blocks, self)
-        make = partial(PagedPacked, num_blocks=self.manager.pool.num_blocks, blocks=blocks)
-        return {"unit": self.block_size, "make": make}
+        pool, blocks = self.manager.pool, partial(_blocks, self)
+        make = partial(PagedPacked, num_blocks=pool.num_blocks, blocks=blocks)
+        return dict(unit=self.block_size, make=make)
 
     def _reserve(self, lengths):
         # A block that a fork still shares is not full, so its tokens lie in the tails: nothing to copy.
