@@ -224,7 +224,7 @@ class Ring(Step):
         return Step([n - 1 for n in stops], stops, self.device, table=(slot + row).int())
 
     def pages(self, store: Tensor) -> Tensor:
-        """The first slots (B, H, n, D) of a store as pages of one token, (pages, 1, H, D), of the whole store.
+        """The first slots (B, H, n, D) of a store as pages of one token, (pages, 1, H, D), of the whole.
 
         Slot s of row b is page b H slots + s.
         """
