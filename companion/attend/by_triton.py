@@ -47,6 +47,9 @@ class TritonBackend(TorchBackend):
 
     def extend(self, q, k, v, step: Step, *, window, sinks, return_lse, **options):
         if step.ordered and self._few(q, step) and self.takes(q, k, v, sinks):
+            if step.packed:  # a chunk of one row, gathered as for torch
+                k, v = step.gathered(k, v)
+                step = Step(step.starts, step.stops, step.device)
             k, v = _kernel_layout(k, step), _kernel_layout(v, step)
             return self._kernel(q, k, v, step, window, sinks, return_lse, **options)
         return super().extend(q, k, v, step, window=window, sinks=sinks, return_lse=return_lse, **options)
@@ -81,11 +84,12 @@ class TritonBackend(TorchBackend):
         options = dict(softmax_scale=softmax_scale, softcap=softcap)
         if kv_format is None or not self._few(q, step):
             return super().over_codes(q, coded, step, window=window, **options)
-        caches, fields, per_token = [], {}, not kv_format.startswith("kivi")
+        caches, fields = [], {}
+        per_token, per_tensor = not kv_format.startswith("kivi"), kv_format.startswith("fp8")
         for name, views, codec in zip("kv", coded.views(), coded.codecs):
             caches.append(views.pop("codes"))
             fields |= {f"{name}_{field}": x[..., 0] if per_token else x for field, x in views.items()}
-            if codec.fixed is not None:
+            if per_tensor and codec.fixed is not None:
                 fields[f"{name}_scale"] = codec.fixed
         if not self.takes(q, *caches):
             return super().over_codes(q, coded, step, window=window, **options)
