@@ -95,7 +95,7 @@ class Rope:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return cos, sin
 
-    def apply(
+    def apply_rope(
         self,
         x: Float[Tensor, "*batch S D"],
         cos: Float[Tensor, "*rows half"],
@@ -131,7 +131,7 @@ class Rope:
     ) -> Float[Tensor, "*batch S D"]:
         """Rotate x (..., S, D) by its positions, (S,) or (B, S); float64 inputs use float64 angles."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return self.apply(x, *self.cos_sin(positions, dtype=dtype))
+        return self.apply_rope(x, *self.cos_sin(positions, dtype=dtype))
 
     def turn(self, x: Float[Tensor, "*batch S D"], by: Int[Tensor, "*rows S"]) -> Float[Tensor, "*batch S D"]:
         """Turn what is rotated already by so many more positions; negative numbers turn it back.
@@ -141,7 +141,7 @@ class Rope:
         """
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         cos, sin = self.cos_sin(by, dtype=dtype)
-        return self.apply(x, cos / self.attention_factor, sin / self.attention_factor)
+        return self.apply_rope(x, cos / self.attention_factor, sin / self.attention_factor)
 
     def _inv_freq(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         key = (device, dtype)

@@ -194,7 +194,7 @@ def test_each_row_of_a_batch_at_its_own_positions():
     got = rope(x, positions)
     for b in range(2):
         assert torch.equal(got[b], rope(x[b], positions[b]))
-    assert torch.equal(rope.apply(x, *rope.cos_sin(positions)), got)
+    assert torch.equal(rope.apply_rope(x, *rope.cos_sin(positions)), got)
 
 
 def test_one_token_at_a_time_equals_all_at_once():
@@ -230,7 +230,7 @@ def test_float64_uses_float64_angles():
     assert torch.equal(other.cos_sin(far, dtype=torch.float64)[0], precise)
     assert torch.equal(other.cos_sin(far)[0], cos)
     x = rand(1, 1, 1, 64, dtype=torch.float64)
-    assert torch.equal(rope(x, far), rope.apply(x, *rope.cos_sin(far, dtype=torch.float64)))
+    assert torch.equal(rope(x, far), rope.apply_rope(x, *rope.cos_sin(far, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("partial", [1.0, 0.5])

@@ -193,10 +193,10 @@ class Cache(ABC):
             raise ValueError(f"n={n!r}; need a count of tokens, 0 or more, or {self.batch} of them")
         self._check_crop(keep)
         for layer, rows in enumerate(self._rows):
-            for b, (have, wanted) in enumerate(zip(rows, keep)):
-                if wanted < have:
-                    self._drop(layer, b, wanted, have)
-                    rows[b] = wanted
+            for b, (have, kept) in enumerate(zip(rows, keep)):
+                if kept < have:
+                    self._drop(layer, b, kept, have)
+                    rows[b] = kept
             self._fresh[layer] = None
 
     def fork(self) -> "Cache":
@@ -294,7 +294,7 @@ class Cache(ABC):
         """x is (B, heads, S, width); `shape` is what it must be, -1 for S."""
         got = tuple(x.shape)
         if len(got) != 4 or any(w not in (-1, g) for g, w in zip(got, shape)):
-            wanted = ", ".join("S" if w == -1 else str(w) for w in shape)
-            raise ValueError(f"{name} has shape {got}; need ({wanted})")
+            needed = ", ".join("S" if w == -1 else str(w) for w in shape)
+            raise ValueError(f"{name} has shape {got}; need ({needed})")
         if x.dtype != self.dtype:
             raise ValueError(f"{name} has dtype {x.dtype}; this cache holds {self.dtype}")

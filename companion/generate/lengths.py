@@ -27,7 +27,7 @@ class Fixed:
     def begin(self, model: Decoder) -> None:
         """A new text starts."""
 
-    def wanted(self, kind: Hashable, draft_cost: float) -> int:
+    def chosen(self, kind: Hashable, draft_cost: float) -> int:
         """Tokens to check in this pass, of a draft of this kind and price per token."""
         return self.longest
 
@@ -76,7 +76,7 @@ class Adaptive(Fixed):
         self._best: dict[tuple, int] = {}
         self._pause = self._left = 0  # passes to wait after a costly draft that did not pay
 
-    def wanted(self, kind, draft_cost):
+    def chosen(self, kind, draft_cost):
         if self._left:
             self._left -= 1
             return 0

@@ -185,10 +185,10 @@ def _passes(
     while out.finish_reason is None:
         most = min(lengths.longest, limit - len(out.tokens) - 1)
         if draft.cost:  # what costs something is asked for what will be used
-            guess = used = _proposed(draft, tokens, min(most, lengths.wanted(None, draft.cost)), vocab)
+            guess = used = _proposed(draft, tokens, min(most, lengths.chosen(None, draft.cost)), vocab)
         else:
             guess = _proposed(draft, tokens, most, vocab)
-            used = guess.first(lengths.wanted(guess.kind, 0.0))
+            used = guess.first(lengths.chosen(guess.kind, 0.0))
         logits = target.read([tokens[-1], *used.ids])
         chosen = verify(logits, used, sampler)
         yield logits, chosen

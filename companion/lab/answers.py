@@ -104,9 +104,9 @@ class Answer:
             details = usage.get("prompt_tokens_details")
             if isinstance(details, dict):
                 self.cached_tokens = _count(details.get("cached_tokens"))
-            told = _count(usage.get("completion_tokens"))
-            if told is not None and told >= events:
-                self.tokens, self.counted_by = told, "usage"
+            counted = _count(usage.get("completion_tokens"))
+            if counted is not None and counted >= events:
+                self.tokens, self.counted_by = counted, "usage"
         if events < 2:
             return
         # A stop token is counted, but has no text and so no event.

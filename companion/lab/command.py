@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\ninterrupted; {study.path} keeps all runs, the same command goes on", file=sys.stderr)
         raise
     except ValueError:
-        study.discard()  # else the mended command would be told that it has other settings
+        study.discard()  # else the mended command would be answer that it has other settings
         raise
     finally:
         if study.path.exists():
@@ -192,8 +192,8 @@ def _progress(name: str) -> Callable[[int, int, Point, Run | None], None]:
 
 def _as_json(data: Mapping, sweeps: Sequence[str], study: str, page: Path) -> str:
     results = {name: data["sweeps"][name].get("result") for name in sweeps}
-    told = {"version": data["version"], "sweeps": results, "study": study, "report": str(page)}
-    return json.dumps(told, allow_nan=False)
+    answer = {"version": data["version"], "sweeps": results, "study": study, "report": str(page)}
+    return json.dumps(answer, allow_nan=False)
 
 
 def _tell(args: argparse.Namespace, study: Study, page: Path, sweeps: list[str]) -> int:

@@ -136,24 +136,26 @@ def _pair(entry: Mapping):
 
 
 def _sign(claim: str, fits: dict, what: str, part: str, runs: int, contexts: list) -> Verdict:
-    fit, told = fits[what], fits[f"{what} predicted"]
+    fit, predicted = fits[what], fits[f"{what} predicted"]
     if fit is None:
         return verdict(claim, None, low=0.0, missing=f"too few contexts with a measured {what.upper()}")
-    expected = told[part].value * 1e9 if told else None
+    expected = predicted[part].value * 1e9 if predicted else None
     unit = {"slope": "ns per token", "curvature": "ns per token squared"}[part]
     options = {"expected": expected, "runs": runs, "contexts": contexts, "unit": unit}
     return verdict(claim, fit[part].scaled(1e9), low=0.0, **options)
 
 
 def _against(claim, fits, what, part, runs, contexts, low) -> Verdict:
-    fit, told = fits[what], fits[f"{what} predicted"]
+    fit, predicted = fits[what], fits[f"{what} predicted"]
     band = {"low": low, "high": FACTOR}
     if fit is None:
         return verdict(claim, None, **band, missing=f"too few contexts with a measured {what.upper()}")
-    if told is None or not told[part].value > 0:
-        return verdict(claim, None, **band, missing=NOT_PREDICTED if told is None else "predicted to be 0")
+    if predicted is None or not predicted[part].value > 0:
+        return verdict(
+            claim, None, **band, missing=NOT_PREDICTED if predicted is None else "predicted to be 0"
+        )
     return verdict(
-        claim, fit[part].scaled(1 / told[part].value), **band, expected=1.0, runs=runs,
+        claim, fit[part].scaled(1 / predicted[part].value), **band, expected=1.0, runs=runs,
         contexts=contexts if part == "slope" else None, unit="times the prediction",
     )  # fmt: skip
 
@@ -187,11 +189,11 @@ def _series(entry: Mapping, field: str) -> tuple[list, list, list, list]:
             continue
         x.append(run["context"] if run["context"] is not None else p["context"])
         y.append(run[field])
-        told = entry["predicted"].get(p["group"], {}).get(field)
-        if told is not None and p["group"] not in seen:
+        predicted = entry["predicted"].get(p["group"], {}).get(field)
+        if predicted is not None and p["group"] not in seen:
             seen.add(p["group"])
             px.append(p["context"])
-            py.append(told)
+            py.append(predicted)
     return x, y, px, py
 
 
@@ -215,11 +217,11 @@ def _pairs(entry: Mapping, field: str, first: str, second: str, **where) -> tupl
 
 
 def _predicted_ratio(entry: Mapping, field: str, first: str, second: str, **where) -> float | None:
-    told = {}
+    predicted = {}
     for group, p in _groups(entry).items():
         if all(p[k] == v for k, v in where.items()):
-            told[p["variant"]] = entry["predicted"].get(group, {}).get(field)
-    return told[second] / told[first] if told.get(first) and told.get(second) else None
+            predicted[p["variant"]] = entry["predicted"].get(group, {}).get(field)
+    return predicted[second] / predicted[first] if predicted.get(first) and predicted.get(second) else None
 
 
 def _table(entry: Mapping) -> list[dict]:

@@ -235,9 +235,9 @@ def chart(
     for i, (name, pairs) in enumerate(measured.items()):
         for x, y in pairs:
             across, down = at(x, y)
-            told = f"{escape(name)}: {_label(y)} at {_label(x)}"
+            tip = f"{escape(name)}: {_label(y)} at {_label(x)}"
             out.append(
-                f'<circle class="s{i % 3}" cx="{across}" cy="{down}" r="3.5"><title>{told}</title></circle>'
+                f'<circle class="s{i % 3}" cx="{across}" cy="{down}" r="3.5"><title>{tip}</title></circle>'
             )
     if len(measured) > 1:
         for i, name in enumerate(measured):

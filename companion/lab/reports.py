@@ -185,20 +185,20 @@ def _chart(entry: Mapping, x: str, field: str, x_label: str, y_label: str, scale
     measured: dict[str, list] = {}
     predicted: dict[str, set] = {}
     for p in entry["plan"]:
-        run, told = entry["runs"].get(p["id"]), entry["predicted"].get(p["group"], {}).get(field)
+        run, guess = entry["runs"].get(p["id"]), entry["predicted"].get(p["group"], {}).get(field)
         if run and run[field] is not None:
             at = run["context"] if x == "context" and run["context"] is not None else p[x]
             measured.setdefault(p["variant"], []).append((at, run[field] * scale))
-        if told is not None:
-            predicted.setdefault(p["variant"], set()).add((p[x], told * scale))
+        if guess is not None:
+            predicted.setdefault(p["variant"], set()).add((p[x], guess * scale))
     measured = {v: measured[v] for v in entry["variants"] if v in measured}
-    told = {v: sorted(predicted.get(v, ())) for v in measured}
-    told = told if any(told.values()) else {}
+    dashed = {v: sorted(predicted.get(v, ())) for v in measured}
+    dashed = dashed if any(dashed.values()) else {}
     fitted = _curve(entry, field, measured, scale)
-    dashes, line = ", dashes predicted" if told else "", ", the thin line is fitted" if fitted else ""
+    dashes, line = ", dashes predicted" if dashed else "", ", the thin line is fitted" if fitted else ""
     caption = f"Dots are measured{dashes}{line}."
     title = f"{y_label} against {x_label}. {caption}"
-    picture = chart(title, x_label, y_label, measured, told, fitted)
+    picture = chart(title, x_label, y_label, measured, dashed, fitted)
     return picture and f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
 
 
@@ -223,10 +223,10 @@ _UNITS = {
 def _fits(fits: Mapping) -> str:
     rows = []
     for what in ("itl", "ttft"):
-        fit, told = fits.get(what), fits.get(f"{what} predicted")
+        fit, predicted = fits.get(what), fits.get(f"{what} predicted")
         for part, e in (fit or {}).get("coefficients", {}).items():
             scale, unit = _UNITS[what, part]
-            guess = told["coefficients"][part]["value"] if told else None
+            guess = predicted["coefficients"][part]["value"] if predicted else None
             ends = [None if e[k] is None else e[k] * scale for k in ("low", "high")]
             beside = [None, None] if not guess else [guess * scale, e["value"] / guess]
             rows.append([f"{what.upper()}, {part}", e["value"] * scale, *ends, *beside, unit])
@@ -237,10 +237,10 @@ def _table(table: list) -> str:
     rows = []
     several = len({r["variant"] for r in table}) > 1
     for r in table:
-        told, row = r["predicted"] or {}, [r["variant"] if several else None]
+        predicted, row = r["predicted"] or {}, [r["variant"] if several else None]
         row += [r["context"], r["batch"], r["runs"]]
         for field, scale in (("ttft_s", 1e3), ("itl_s", 1e3), ("tokens_per_second", 1.0)):
-            e, guess = r[field], told.get(field)
+            e, guess = r[field], predicted.get(field)
             row += [None if e is None else e["value"] * scale, None if guess is None else guess * scale]
         rows.append(row)
     times = "TTFT, ms # | predicted # | ITL, ms # | predicted # | tokens/s # | predicted #"

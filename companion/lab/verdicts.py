@@ -78,8 +78,8 @@ def verdict(
     below = low is not None and estimate.high < low
     above = high is not None and estimate.low > high
     text = f"{_number(estimate.value)}{_unit(unit)} ({_between(*interval)})"
-    told = "" if expected is None else f", predicted {_number(expected)}"
-    edges = f"the claim says {_between(low, high)}{told}"
+    beside = "" if expected is None else f", predicted {_number(expected)}"
+    edges = f"the claim says {_between(low, high)}{beside}"
     if below or above:
         return Verdict(claim, FAILS, f"{text}; {edges}", **found)
     if (low is None or estimate.low > low) and (high is None or estimate.high < high):

@@ -5,7 +5,7 @@ import json
 from ..checks import whole
 from ..serving.records import Part
 from ..serving.simulation import Arrival, Seconds, roofline, simulate
-from .steps import told
+from .steps import summary
 
 LIMITS = {"num_blocks": 65536, "requests": 200, "tokens": 65536, "steps": 4000}
 OPTIONS = ("block_size", "max_running", "max_tokens_per_step", "prefix_caching", "max_length")
@@ -177,7 +177,7 @@ def live(request: str) -> str:
         requests = _traffic(data["traffic"], seconds) if "traffic" in data else data.get("requests", [])
         options |= {"num_blocks": data["num_blocks"], "max_steps": LIMITS["steps"]}
         timeline = simulate(_arrivals(requests), seconds, **options)
-        result = told(timeline, options["max_tokens_per_step"], options["max_running"])
+        result = summary(timeline, options["max_tokens_per_step"], options["max_running"])
         reply: dict = {"ok": True, "result": result}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reply = {"ok": False, "error": str(error)}

@@ -110,7 +110,7 @@ def _mean(values: list[float]) -> float | None:
     return fsum(values) / len(values) if values else None
 
 
-def told(timeline: Timeline, most: int, seats: int) -> dict:
+def summary(timeline: Timeline, most: int, seats: int) -> dict:
     reader = _Reader(timeline.served, most, seats)
     steps = [asdict(s) | {"tokens": s.tokens, "decodes": s.decodes} | reader.read(s) for s in timeline.steps]
     requests = [

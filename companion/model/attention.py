@@ -77,7 +77,7 @@ class Attention(nn.Module):
         B, S, _ = x.shape
         heads = product(x, self.qkv, self.qkv_bias).view(B, S, -1, self.head_dim).transpose(1, 2)
         qk, v = self.prepared(*heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1))
-        q, k = rope.apply(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)  # (B, H, S, D)
+        q, k = rope.apply_rope(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)  # (B, H, S, D)
         if cache is None:
             out = self.within(q, k, v)
         else:
@@ -207,7 +207,7 @@ class LatentAttention(nn.Module):
             q = product(self.q_norm(q), self.q_up)
         q = q.reshape(B, S, self.heads, -1).transpose(1, 2)  # (B, H, S, nope + rope)
         nope, turning = q.split([self.mla.nope_dim, self.mla.rope_dim], dim=-1)
-        turning, shared = rope.apply(turning, cos, sin), rope.apply(shared[:, None], cos, sin)
+        turning, shared = rope.apply_rope(turning, cos, sin), rope.apply_rope(shared[:, None], cos, sin)
         latent = torch.cat([self.kv_norm(latent)[:, None], shared], dim=-1)  # (B, 1, S, kv_rank + rope)
         if cache is None:
             out = self.within(torch.cat([nope, turning], dim=-1), latent)

@@ -101,16 +101,16 @@ class Tokenizer:
         if text["eos_token"]:
             ends.append(backend.token_to_id(text["eos_token"]))
         bos = backend.token_to_id(text["bos_token"]) if text["bos_token"] else None
-        wanted = config.get("add_bos_token")
-        if wanted is None:  # then tokenizer.json itself says what an encoded text begins with
-            wanted = bos is not None and backend.encode("").ids[:1] == [bos]
+        adds = config.get("add_bos_token")
+        if adds is None:  # then tokenizer.json itself says what an encoded text begins with
+            adds = bos is not None and backend.encode("").ids[:1] == [bos]
         template = config.get("chat_template")
         if template is None and (folder / "chat_template.jinja").is_file():
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         return cls(
             backend,
             eos_ids=[e for e in ends if e is not None],
-            bos_id=bos if wanted else None,
+            bos_id=bos if adds else None,
             template=template,
             names=text,
         )

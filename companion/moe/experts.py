@@ -208,9 +208,9 @@ def _check(x, w1, w2, ids, weights, b1, b2) -> None:
     if w1.ndim != 3 or w1.shape[1] % 2 or x.ndim != 2 or w1.shape[2] != x.shape[1]:
         raise ValueError(f"w1 must be (E, 2N, K) for x (T, K); got {tuple(w1.shape)} and {tuple(x.shape)}")
     E, two_n, K = w1.shape
-    wanted = {"w2": (w2, (E, K, two_n // 2)), "b1": (b1, (E, two_n)), "b2": (b2, (E, K))}
-    wanted["weights"] = (weights, tuple(ids.shape))
-    for name, (tensor, shape) in wanted.items():
+    needed = {"w2": (w2, (E, K, two_n // 2)), "b1": (b1, (E, two_n)), "b2": (b2, (E, K))}
+    needed["weights"] = (weights, tuple(ids.shape))
+    for name, (tensor, shape) in needed.items():
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if not x.dtype == w1.dtype == w2.dtype:

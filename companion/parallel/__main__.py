@@ -88,8 +88,8 @@ def report(spec: ModelSpec, given, tensor: int, expert: int, tokens: list[int], 
     print(f"{tensor * expert} ranks, tensor {tensor} x expert {expert}; tokens {tokens}")
     print(f"{sum(steps)} tokens per rank; payload of all ranks, counted and predicted:")
     for kind, bytes_counted in zip(("all_reduce", "all_to_all"), counted):
-        wanted = tensor * expert * sum(p.by_kind.get(kind, (0, 0))[1] for p in predicted)
-        print(f"  {kind} {bytes_counted:,} {wanted:,}")
+        needed = tensor * expert * sum(p.by_kind.get(kind, (0, 0))[1] for p in predicted)
+        print(f"  {kind} {bytes_counted:,} {needed:,}")
     last = predicted[-1]
     print(f"a decode step: {last.payload:,} bytes of payload per rank, {last.wire:,} on the wire")
 

@@ -127,12 +127,12 @@ class Heads(nn.Module):
         self.out = nn.Linear(spec.heads * D, d, bias=False)
 
     def cached(self, x, cos, sin):
-        k = self.rope.apply(_split(self.key(x), self.kv_heads), cos, sin)
+        k = self.rope.apply_rope(_split(self.key(x), self.kv_heads), cos, sin)
         return k, _split(self.value(x), self.kv_heads)
 
     def attend(self, x, cached, cos, sin):
         k, v = cached
-        q = self.rope.apply(_split(self.query(x), self.heads), cos, sin)
+        q = self.rope.apply_rope(_split(self.query(x), self.heads), cos, sin)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads < self.heads)
         return self.out(_merge(o))
 
@@ -156,7 +156,7 @@ class Latent(nn.Module):
 
     def cached(self, x, cos, sin):
         latent, shared = self.compress(x)[:, None].split([self.mla.kv_rank, self.mla.rope_dim], -1)
-        return self.norm(latent), self.rope.apply(shared, cos, sin)
+        return self.norm(latent), self.rope.apply_rope(shared, cos, sin)
 
     def attend(self, x, cached, cos, sin):
         """Each head's key and value are projected from the latent, for every token."""
@@ -181,7 +181,7 @@ class Latent(nn.Module):
 
     def _queries(self, x, cos, sin):
         nope, rotated = _split(self.query(x), self.heads).split([self.mla.nope_dim, self.mla.rope_dim], -1)
-        return nope, self.rope.apply(rotated, cos, sin)
+        return nope, self.rope.apply_rope(rotated, cos, sin)
 
 
 def _split(x: Tensor, heads: int) -> Tensor:

@@ -89,7 +89,7 @@ class _Layer(nn.Module):
     def forward(self, x, cos, sin):
         B, S, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(B, S, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        q, k = self.rope.apply(q, cos, sin), self.rope.apply(k, cos, sin)
+        q, k = self.rope.apply_rope(q, cos, sin), self.rope.apply_rope(k, cos, sin)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(o.transpose(1, 2).reshape(B, S, WIDTH))
         y, routing = self.ffn(self.norm2(x), return_routing=True)

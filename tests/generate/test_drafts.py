@@ -184,7 +184,7 @@ def lengths(policy, decoder, outcomes, kind="x", cost=0.0):
     policy.begin(decoder)
     out = []
     for good in outcomes:
-        n = policy.wanted(kind, cost)
+        n = policy.chosen(kind, cost)
         out.append(n)
         if n or not cost:
             policy.learn(kind, max(1, n) if good else 0, max(1, n) if good else 1)
@@ -228,7 +228,7 @@ def test_kinds_are_told_apart(decoder):
     for _ in range(10):
         policy.learn("good", 1, 1)
         policy.learn("bad", 0, 1)
-    assert policy.wanted("good", 0.0) >= 4 and policy.wanted("bad", 0.0) == 0
+    assert policy.chosen("good", 0.0) >= 4 and policy.chosen("bad", 0.0) == 0
 
 
 class Costly(Draft):

@@ -158,7 +158,7 @@ def test_turn_is_the_rotation(partial, together):
     x = random(3, 4, 1, 16)
     exact = rope(x.double(), positions.expand(3, 1))
     cos, sin = (t[:, 0].numpy() for t in rope.cos_sin(positions))
-    cpu_loops.turn(x[:, :, 0].numpy(), cos, sin)
+    cpu_loops.apply_rope(x[:, :, 0].numpy(), cos, sin)
     torch.testing.assert_close(x.double(), exact, rtol=0, atol=1e-4)  # float32 angles of 300 radians
 
 

@@ -73,7 +73,7 @@ def test_eight_heads_are_plain_multi_head_attention():
     for h in range(8):
         rows = slice(16 * h, 16 * h + 16)
         q, k, v = (x @ w.weight[rows].T for w in (a.query, a.key, a.value))
-        q, k = a.rope.apply(q, cos, sin), a.rope.apply(k, cos, sin)
+        q, k = a.rope.apply_rope(q, cos, sin), a.rope.apply_rope(k, cos, sin)
         each = []
         for i in range(7):
             weights = torch.softmax((k[:, : i + 1] @ q[:, i, :, None])[..., 0] / math.sqrt(16), -1)

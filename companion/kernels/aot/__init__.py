@@ -141,8 +141,8 @@ def compile_all(
     from ..mode import require_triton
 
     require_triton()
-    wanted = [target(arch).name for arch in (TARGETS if archs is None else archs)]
-    task = {"names": None if names is None else list(names), "archs": wanted, "modules": list(modules)}
+    targets = [target(arch).name for arch in (TARGETS if archs is None else archs)]
+    task = {"names": None if names is None else list(names), "archs": targets, "modules": list(modules)}
     done: list[CompileReport] = []
     with tempfile.TemporaryDirectory(prefix="compile-") as folder:
         ended = False

@@ -167,14 +167,14 @@ def _cache(name, x, cache, k_cache, kv_format, scale, zero):
     if kv_format == INT4.kernel and D % 2:
         raise ValueError(f"{name} has {D} channels; int4 needs an even number")
     shape = (*k_cache.shape[:2], x.shape[-2], D // 2 if kv_format == INT4.kernel else D)
-    wanted = {
+    needed = {
         "none": FLOATS,
         "int8": (torch.int8 if zero is None else torch.uint8,),
         INT4.kernel: (torch.uint8,),
     }.get(kv_format) or (torch.uint8, FLOAT8[kv_format])
-    if k_cache.ndim != 4 or tuple(cache.shape) != shape or cache.dtype not in wanted:
+    if k_cache.ndim != 4 or tuple(cache.shape) != shape or cache.dtype not in needed:
         raise ValueError(
-            f"{name}_cache is {cache.dtype} {tuple(cache.shape)}; need {' or '.join(map(str, wanted))}, "
+            f"{name}_cache is {cache.dtype} {tuple(cache.shape)}; need {' or '.join(map(str, needed))}, "
             f"(num_blocks, block_size, {shape[2]}, {shape[3]}), the same blocks for k and v"
         )
     _last_stride(f"{name}_cache", cache)

@@ -102,7 +102,7 @@ def rms_norm(x, weight, eps, y):
 
 
 @njit(**LOOP)
-def turn(x, cos, sin):
+def apply_rope(x, cos, sin):
     """Turn pairs (i, i + half) of x (B, H, D), in place, by the angles of cos and sin (B or 1, half)."""
     half = cos.shape[1]
     for b in range(len(x)):
@@ -181,7 +181,7 @@ def step(
             if w.q_norm:
                 rms_norm(qkv[b, :heads], vector(w.q_norm, D), spec.eps, qkv[b, :heads])
                 rms_norm(qkv[b, heads:both], vector(w.k_norm, D), spec.eps, qkv[b, heads:both])
-        turn(qkv[:, :both], cos, sin)
+        apply_rope(qkv[:, :both], cos, sin)
         k, v = vector(w.k, k_span), vector(w.v, v_span)
         remember(qkv, kv_heads, before, k, v, k_strides, v_strides, table, size)
         tiles = 0
