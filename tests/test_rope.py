@@ -337,7 +337,7 @@ def test_yarn_needs_a_base_above_one():
 def test_shapes_that_do_not_fit():
     rope = Rope(8, theta=1e4)
     cos, sin = rope.cos_sin(torch.arange(3))
-    apply = inspect.unwrap(Rope.apply)  # past the shape check that the tests install
+    apply = inspect.unwrap(Rope.apply_rope)  # past the shape check that the tests install
     with pytest.raises(ValueError, match="x has head width 6"):
         apply(rope, torch.zeros(1, 1, 3, 6), cos, sin)
     with pytest.raises(ValueError, match="cos and sin"):
