@@ -22,12 +22,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from companion.attend import products
 from companion.attend.by_torch import decode_packed
 from companion.caches import make_cache
 from companion.cost import kv_bytes
 from companion.kernels import cpu, use
 from companion.machine import describe
-from companion.model import load, products
+from companion.model import load
 
 from .machine import arguments, read_bandwidth, spread, timed
 from .twin import transformers_twin

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 
+from ..attend.step import Workspace
 from ..caches.paged import PagedStorage
 from ..generate import TextStream, greedy
 from ..generate.loop import Decodes, as_prompts, record, tell
@@ -20,7 +21,6 @@ from ..model import Decoder
 from ..serving.records import Job, Part, Step
 from ..serving.scheduler import Scheduler
 from .forward import choose, compute
-from .packed import Workspace
 from .request import Completion, Event, Request, Sample, fresh
 
 
