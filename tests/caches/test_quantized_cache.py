@@ -447,8 +447,8 @@ def test_refused_at_the_start(more, message, monkeypatch):
     [
         ({"block_size": 16}, "block_size=16; this codec groups 32"),
         ({"block_size": 48}, "block_size=48"),
-        ({"block_size": 0}, "block_size=0"),
-        ({"num_blocks": 0, "block_size": 32}, "num_blocks=0"),
+        ({"block_size": 0}, r"block_size must .* got 0"),
+        ({"num_blocks": 0, "block_size": 32}, r"num_blocks must .* got 0"),
         ({"storage": None}, "storage is no option"),
         ({"sequences": None}, "sequences is no option"),
     ],
