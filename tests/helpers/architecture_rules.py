@@ -179,7 +179,7 @@ RULES = [
     *_deepseek("deepseek_v2", {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}, "top2_sum"),
     Rule("deepseek_v2", "no renormalization", routing={"renormalize": True}),
     Rule("deepseek_v2", "method", config={"topk_method": "greedy"}),
-    Rule("deepseek_v2", "neighbours are pairs", patch=("positions", "Rope", _halved)),
+    Rule("deepseek_v2", "neighbours are pairs", patch=("families", "Rope", _halved)),
     *_deepseek("deepseek_v3", {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "max"),
     Rule("deepseek_v3", "renormalization", config={"norm_topk_prob": False}),
     Rule("deepseek_v3", "sigmoid scores", routing={"score": "softmax"}),
