@@ -8,9 +8,11 @@ Bytes are integers. `models` and `hardware` are read-only tables whose rows carr
 function takes a name from them or a spec of one's own.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from ..formats import bits_per_value
 from .answer import Lever, Sizing
-from .checkpoint import read_gguf
 from .deployment import Deployment
 from .engines import Pages, vllm_flags
 from .flops import (
@@ -43,16 +45,8 @@ from .memory import (
 )
 from .parts import MLASpec, MoESpec, RoutingSpec
 from .registry import HardwareSpec, UnknownName, hardware, models
-from .report import Comparison
 from .sizing import size
 from .spec import ModelSpec
-from .speculative import (
-    best_draft_length,
-    expected_tokens,
-    predicted_pass_cost,
-    speculative_speedup,
-    verify_pass,
-)
 from .step import StepCost, cache_equals_weights, decode_step, prefill, share_of_cache
 from .wire import (
     Exchange,
@@ -64,6 +58,17 @@ from .wire import (
     rank_parameters,
     rank_spec,
 )
+
+if TYPE_CHECKING:
+    from .checkpoint import read_gguf
+    from .report import Comparison
+    from .speculative import (
+        best_draft_length,
+        expected_tokens,
+        predicted_pass_cost,
+        speculative_speedup,
+        verify_pass,
+    )
 
 __all__ = [
     "Bar",
@@ -130,3 +135,16 @@ __all__ = [
     "weight_bytes",
     "weight_bytes_read",
 ]
+
+# What few callers need loads when it is used.
+_LATE = {"Comparison": "report", "read_gguf": "checkpoint"}
+_LATE |= dict.fromkeys(
+    ("best_draft_length", "expected_tokens", "predicted_pass_cost", "speculative_speedup", "verify_pass"),
+    "speculative",
+)
+
+
+def __getattr__(name: str):
+    if name in _LATE:
+        return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
