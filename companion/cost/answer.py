@@ -19,14 +19,14 @@ _TYPES |= {"list[str]": "array", "dict[str, Any]": "object"}
 _ASKED = {asked.name: asked.metadata for asked in fields(Deployment)}
 
 
-def described(means: str, **more: Any) -> Any:
+def figure(means: str, **more: Any) -> Any:
     """A field of an answer: what it is, and in which unit."""
     return field(metadata={"means": means}, **more)
 
 
 def asked(name: str) -> Any:
     """A field that repeats what was asked."""
-    return described(_ASKED[name]["means"])
+    return figure(_ASKED[name]["means"])
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,31 @@ class Sizing:
     On the command line it is `companion size --schema` that prints them.
     """
 
-    model: str = described("name of the model")
-    hardware: str = described("name of the device")
-    devices: int = described("devices that hold the model together")
+    model: str = figure("name of the model")
+    hardware: str = figure("name of the device")
+    devices: int = figure("devices that hold the model together")
     batch: int = asked("batch")
     context: int = asked("context")
     weights: str = asked("weights")
     experts: str | None = asked("experts")
     kv: str = asked("kv")
-    weights_bytes: int = described("bytes; all weights, once")
-    kv_bytes: int = described("bytes; the batch's cache in whole blocks, each number once")
-    kv_bytes_per_token: int = described("bytes; one token in all layers, while no window is full")
-    kv_growth_bytes_per_token: int = described("bytes; one more token once the windows are full")
-    kv_fixed_bytes: int = described("bytes; full windows of one sequence, 0 without windows")
-    overhead_bytes: int = described("bytes; as stated, over all devices")
-    bytes_per_device: int = described("bytes; all of it on the fullest device, copies included")
-    total_bytes: int = described("bytes; bytes_per_device times devices")
-    device_bytes: int = described("bytes; memory of one device, the vendor's decimal figure")
-    fits: bool = described("bytes_per_device is no more than device_bytes")
-    max_batch: int = described("sequences of this context that fit; 0 if the weights do not")
-    max_context: int | None = described("tokens per sequence that fit at this batch; null: any number")
-    model_max_context: int | None = described("tokens the model was made for")
-    decode_seconds: float | None = described("seconds per decode step; null if it does not fit")
-    decode_tokens_per_second: float | None = described("tokens per second of the whole batch")
-    ttft_seconds: float | None = described("seconds until the first token of one prompt of `context` tokens")
-    bound_by: str = described(
+    weights_bytes: int = figure("bytes; all weights, once")
+    kv_bytes: int = figure("bytes; the batch's cache in whole blocks, each number once")
+    kv_bytes_per_token: int = figure("bytes; one token in all layers, while no window is full")
+    kv_growth_bytes_per_token: int = figure("bytes; one more token once the windows are full")
+    kv_fixed_bytes: int = figure("bytes; full windows of one sequence, 0 without windows")
+    overhead_bytes: int = figure("bytes; as stated, over all devices")
+    bytes_per_device: int = figure("bytes; all of it on the fullest device, copies included")
+    total_bytes: int = figure("bytes; bytes_per_device times devices")
+    device_bytes: int = figure("bytes; memory of one device, the vendor's decimal figure")
+    fits: bool = figure("bytes_per_device is no more than device_bytes")
+    max_batch: int = figure("sequences of this context that fit; 0 if the weights do not")
+    max_context: int | None = figure("tokens per sequence that fit at this batch; null: any number")
+    model_max_context: int | None = figure("tokens the model was made for")
+    decode_seconds: float | None = figure("seconds per decode step; null if it does not fit")
+    decode_tokens_per_second: float | None = figure("tokens per second of the whole batch")
+    ttft_seconds: float | None = figure("seconds until the first token of one prompt of `context` tokens")
+    bound_by: str = figure(
         "what a step waits for: memory: weights, memory: cache, compute, overhead, communication; "
         "memory: capacity if it does not fit"
     )
@@ -71,13 +71,13 @@ class Sizing:
     pages: str = asked("pages")
     block_size: int | None = asked("block_size")
     step_tokens: int = asked("step_tokens")
-    kv_needed_bytes: int = described("bytes; the batch's cache without rounding: what attention reads")
-    kv_allocated_bytes: int = described("bytes; what pages take for it, once")
-    weights_bytes_per_device: int = described("bytes")
-    kv_bytes_per_device: int = described("bytes; on the fullest device, copies included")
-    activation_bytes: int = described("bytes; as stated, over all devices")
-    cache_room_bytes: int = described("bytes left for one device's cache; negative if the weights do not fit")
-    communication_seconds: float | None = described("seconds of a step between devices; null: not counted")
+    kv_needed_bytes: int = figure("bytes; the batch's cache without rounding: what attention reads")
+    kv_allocated_bytes: int = figure("bytes; what pages take for it, once")
+    weights_bytes_per_device: int = figure("bytes")
+    kv_bytes_per_device: int = figure("bytes; on the fullest device, copies included")
+    activation_bytes: int = figure("bytes; as stated, over all devices")
+    cache_room_bytes: int = figure("bytes left for one device's cache; negative if the weights do not fit")
+    communication_seconds: float | None = figure("seconds of a step between devices; null: not counted")
     assumptions: list[str] = field(
         default_factory=list, metadata={"means": "what the figures rest on, a line each"}
     )
@@ -94,17 +94,17 @@ _SIZED = {f.name: f.metadata["means"] for f in fields(Sizing)}
 class Lever:
     """One change and what follows from it. The fields from `fits` on are those of `Sizing`."""
 
-    name: str = described("the change, for people")
-    change: dict[str, Any] = described("the arguments of companion.cost.size that differ")
-    gain: float | None = described("throughput relative to before; null if nothing fitted before")
-    throughput: float = described("tokens per second at max_batch sequences; 0 if none fits")
-    fits: bool = described(_SIZED["fits"])
-    max_batch: int = described(_SIZED["max_batch"])
-    max_context: int | None = described(_SIZED["max_context"])
-    decode_seconds: float | None = described(_SIZED["decode_seconds"])
-    decode_tokens_per_second: float | None = described(_SIZED["decode_tokens_per_second"])
-    bytes_per_device: int = described(_SIZED["bytes_per_device"])
-    devices: int = described(_SIZED["devices"])
+    name: str = figure("the change, for people")
+    change: dict[str, Any] = figure("the arguments of companion.cost.size that differ")
+    gain: float | None = figure("throughput relative to before; null if nothing fitted before")
+    throughput: float = figure("tokens per second at max_batch sequences; 0 if none fits")
+    fits: bool = figure(_SIZED["fits"])
+    max_batch: int = figure(_SIZED["max_batch"])
+    max_context: int | None = figure(_SIZED["max_context"])
+    decode_seconds: float | None = figure(_SIZED["decode_seconds"])
+    decode_tokens_per_second: float | None = figure(_SIZED["decode_tokens_per_second"])
+    bytes_per_device: int = figure(_SIZED["bytes_per_device"])
+    devices: int = figure(_SIZED["devices"])
 
     def to_dict(self) -> dict:
         return asdict(self)

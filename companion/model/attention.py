@@ -149,7 +149,6 @@ class WidthNormAttention(Attention):
         return qk.clamp(-self.clip, self.clip), v.clamp(-self.clip, self.clip)
 
 
-Number = int | float
 INNER_EPS = 1e-6  # of the two norms in here; the published code does not read it from the configuration
 
 
