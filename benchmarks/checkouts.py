@@ -130,7 +130,9 @@ def main() -> None:
     for process in processes.values():
         process.stdin.close()
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        from companion.machine import describe
+
+        args.out.write_text(json.dumps({"machine": describe(), "tasks": result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
