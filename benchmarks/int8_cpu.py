@@ -15,8 +15,7 @@ import torch
 from companion.caches import make_cache
 from companion.machine import describe
 from companion.model import load, quantize_weights
-from companion.model.int8 import Int8Matrix
-from companion.model.products import product
+from companion.model.products import Int8Matrix, product
 
 from .machine import arguments, spread
 

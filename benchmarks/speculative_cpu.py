@@ -5,7 +5,7 @@
 SmolLM2, float32, batch 1, greedy, n-gram drafts. Plain decoding and speculation take turns within one run;
 ratios are per round, the median round is reported with the extremes. Promises: at least 1.3 times plain
 decoding on text that repeats itself, and no more than 1.15 times slower on text that does not.
-Beside each stands what `companion.cost.speculative` says: from the price of a pass by rows, measured first,
+Beside each stands what `companion.cost.step` says: from the price of a pass by rows, measured first,
 and the drafts that were made.
 """
 
@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from companion.cost.speculative import expected_tokens
+from companion.cost.step import expected_tokens
 from companion.generate import Adaptive, NgramDraft, generate, measure_pass_cost, speculate
 from companion.machine import describe
 from companion.model import load

@@ -41,7 +41,7 @@ def smollm2():
 @pytest.fixture
 def taken(monkeypatch):
     """Rows of every decode step that went the compiled way; its attention in parts of one tile."""
-    from companion.kernels.cpu import rows as cpu_rows
+    from companion.kernels import cpu as cpu_rows
     from companion.model import compiled
 
     seen = []

@@ -40,6 +40,7 @@ from .memory import (
     matmul_parameters,
     parameter_count,
     parameters,
+    share_of_cache,
     weight_bytes,
     weight_bytes_read,
 )
@@ -47,7 +48,17 @@ from .parts import MLASpec, MoESpec, RoutingSpec
 from .registry import HardwareSpec, UnknownName, hardware, models
 from .sizing import size
 from .spec import ModelSpec
-from .step import StepCost, cache_equals_weights, decode_step, prefill, share_of_cache
+from .step import (
+    StepCost,
+    best_draft_length,
+    cache_equals_weights,
+    decode_step,
+    expected_tokens,
+    predicted_pass_cost,
+    prefill,
+    speculative_speedup,
+    verify_pass,
+)
 from .wire import (
     Exchange,
     ParallelBytes,
@@ -62,13 +73,6 @@ from .wire import (
 if TYPE_CHECKING:
     from .checkpoint import read_gguf
     from .report import Comparison
-    from .speculative import (
-        best_draft_length,
-        expected_tokens,
-        predicted_pass_cost,
-        speculative_speedup,
-        verify_pass,
-    )
 
 __all__ = [
     "Bar",
@@ -138,10 +142,6 @@ __all__ = [
 
 # What few callers need loads when it is used.
 _LATE = {"Comparison": "report", "read_gguf": "checkpoint"}
-_LATE |= dict.fromkeys(
-    ("best_draft_length", "expected_tokens", "predicted_pass_cost", "speculative_speedup", "verify_pass"),
-    "speculative",
-)
 
 
 def __getattr__(name: str):

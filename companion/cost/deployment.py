@@ -15,10 +15,9 @@ from typing import Any
 
 from ..checks import choice, positive, whole
 from ..formats import BF16, bits_per_value
-from .memory import parameters
+from .memory import SHARDINGS, parameters
 from .registry import HardwareSpec, resolve_hardware, resolve_model
 from .spec import ModelSpec
-from .step import SHARDINGS
 
 PAGES = ("exact", "grouped", "unified")  # how an engine stores sliding layers: `companion.cost.engines`
 BLOCK = 16  # tokens per block where an engine has pages and no other number is given: vLLM's default

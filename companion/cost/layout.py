@@ -17,10 +17,17 @@ from fractions import Fraction
 
 from ..checks import positive
 from ..formats import BF16, FP16, FP32, bytes_for
-from .memory import expert_parameters, experts_touched, matmul_parameters, parameter_count, weight_bytes
+from .memory import (
+    expert_parameters,
+    experts_touched,
+    matmul_parameters,
+    parameter_count,
+    share_of_cache,
+    weight_bytes,
+)
 from .registry import HardwareSpec
 from .spec import ModelSpec
-from .step import StepCost, decode_step, prefill, share_of_cache
+from .step import StepCost, decode_step, prefill
 from .wire import parallel_bytes, rank_spec
 
 

@@ -10,11 +10,14 @@ layer stops at its window; latent attention stores one vector of 576 numbers ins
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 
-from ..checks import whole
+from ..checks import choice, whole
 from ..formats import bytes_for
 from .registry import resolve_model
 from .spec import ModelSpec
+
+SHARDINGS = ("heads", "batch")
 
 
 @dataclass(frozen=True)
@@ -243,3 +246,20 @@ def weight_bytes_read(
         touched = round(experts_touched(model, batch) * model.moe_layers * expert_parameters(model))
         total += bytes_for(touched, dtype if experts is None else experts, argument="experts")
     return total
+
+
+def share_of_cache(
+    model: ModelSpec | str, devices: int, kv_sharding: str = "heads", batch: int = 1
+) -> Fraction:
+    """Part of a batch's cache that the fullest device holds.
+
+    "heads" (tensor parallelism) splits by key-value heads: beyond h_kv devices the heads are copied, and
+    a latent, which all heads share, is copied to every device. "batch" gives each device whole sequences.
+    """
+    model = resolve_model(model)
+    choice("kv_sharding", kv_sharding, SHARDINGS)
+    if kv_sharding == "batch":
+        return Fraction(-(-batch // devices), batch)
+    if model.mla:
+        return Fraction(1)
+    return Fraction(-(-model.kv_heads // devices), model.kv_heads)

@@ -2,22 +2,33 @@
 
 A fault belongs to somebody. What goes wrong for one request comes back in its place, as an exception, and the
 others get their results.
+
+All tokens of a step are one batch without padding: padded to the longest row, decodes would compute a chunk's
+width each. Every token is a row of its own, at its own position: norms and products, which treat tokens
+alike, see one matrix of as many rows as there are tokens and read each weight once. Only attention has to
+know which tokens belong together:
+
+    decodes   one batch: each row's blocks are gathered side by side, and one masked product serves all;
+              where `companion.kernels.use` allows, a kernel reads them where they lie instead
+    chunks    each over its own row, by the usual causal attention
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attend import one_pass
-from ..attend.step import Workspace
+from ..attend import backend, one_pass
+from ..attend.step import PackedRows, Workspace
+from ..caches.base import Room
 from ..caches.paged import PagedStorage
 from ..generate import greedy
 from ..generate.sampling import check_logits
 from ..model import Decoder
+from ..paging import BlockTable
 from ..serving.records import Chunk
-from .packed import PackedStep, Span
 
 Sample = Callable[[Any], Any]  # logits (B, V) -> ids (B,)
 
@@ -84,3 +95,108 @@ def _own_choice(sampler: Sample, row: Tensor) -> int | None:
     if not 0 <= id < len(row):
         raise ValueError(f"sampler chose {id}; the vocabulary has ids 0 to {len(row) - 1}")
     return id
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens start .. stop - 1 of the sequence behind a table; everything before them is stored already."""
+
+    table: BlockTable
+    start: int
+    stop: int
+
+
+class PackedStep:
+    """A step over the pages of a storage: T rows of one token each, those of the spans, one after another.
+
+    A model's layers append to it and attend to it as to a cache (`companion.caches.Attendable`). Spans of one
+    token should come first; they attend as one batch. The tables have their slots already, and blocks that
+    they share with others are full, so nothing is copied here.
+    """
+
+    def __init__(self, storage: PagedStorage, spans: Sequence[Span], workspace: Workspace | None = None):
+        self.storage, workspace = storage, workspace or Workspace()
+        self.spec, self.dtype, self.device = storage.spec, storage.dtype, storage.device
+        self._positions = [p for s in spans for p in range(s.start, s.stop)]
+        self.batch = len(self._positions)
+        slots = [x for s in spans for x in s.table.slots(s.start, s.stop)]
+        self._slots = torch.tensor(slots, device=self.device)
+        tails = [x for s in spans for x in _tail(s, storage.block_size)]
+        self._tails = torch.tensor(tails, device=self.device) if tails else None
+        self._ones = next((i for i, s in enumerate(spans) if s.stop - s.start > 1), len(spans))
+        self._decodes = _rows(storage, spans[: self._ones], workspace) if self._ones else None
+        self._chunks = [_rows(storage, [span], workspace) for span in spans[self._ones :]]
+
+    def row_lengths(self, layer: int = 0) -> list[int]:
+        """Tokens before each row's own: its position."""
+        return list(self._positions)
+
+    def room(self) -> Room | None:
+        """As of a cache; None where a span has more than one token."""
+        if self._chunks:
+            return None
+        store = self.storage
+        if self._tails is not None:
+            for layer in (*store.k, *store.v):
+                layer.flatten(1, 2).index_fill_(1, self._tails, 0)
+        return Room(store.k, store.v, store.pages(0), self._decodes.table, self._positions)
+
+    def filled(self) -> None:
+        """Nothing to do: the engine counts."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor, *, lengths: None = None) -> None:
+        """Write every token into its own slot: k (T, Hkv, 1, D), v (T, Hkv, 1, Dv)."""
+        for name, x, width in (("k", k, self.spec.head_dim), ("v", v, self.spec.v_head_dim)):
+            shape = (self.batch, self.spec.kv_heads, 1, width)
+            if tuple(x.shape) != shape or x.dtype != self.dtype:
+                raise ValueError(f"{name} is {tuple(x.shape)} in {x.dtype}; need {shape} in {self.dtype}")
+        stores = self.storage.k[layer], self.storage.v[layer]
+        backend(k).append_packed(k, v, *stores, self._slots, self._tails)
+
+    def attend(
+        self, layer: int, q: Tensor, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False
+    ) -> Tensor:
+        """q (T, Hq, 1, D) -> (T, Hq, 1, Dv)."""
+        if return_lse:
+            raise ValueError("return_lse: a step of an engine returns none")
+        options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=False)
+        options["window"] = self.spec.window if self.spec.layer_types[layer] == "sliding" else None
+        stores, by, at, out = (self.storage.k[layer], self.storage.v[layer]), backend(q), self._ones, []
+        if self._decodes is not None:
+            out.append(by.decode(q[:at], *stores, self._decodes, **options))
+        for rows in self._chunks:
+            end = at + rows.counts[0]
+            own = q[at:end, :, 0].transpose(0, 1)[None]  # (1, Hq, count, D)
+            own = by.attend(own, *stores, rows, **options)
+            out.append(own[0].transpose(0, 1)[:, :, None])
+            at = end
+        return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _tail(span: Span, size: int) -> list[int]:
+    """Slots behind a span in a block that it is the first to write.
+
+    They hold whatever the block held before, perhaps a NaN, and a row that is gathered in whole blocks reads
+    them with weight 0: once made 0 they are harmless until they are written.
+    """
+    begun = (span.stop - 1) // size  # the last block's number in the row
+    if span.stop % size == 0 or span.start > begun * size:
+        return []
+    first = span.table.ids[begun] * size
+    return list(range(first + span.stop % size, first + size))
+
+
+def _rows(storage: PagedStorage, spans: Sequence[Span], workspace: Workspace) -> PackedRows:
+    """Where the keys of some rows lie, and how to lay them side by side."""
+    starts, stops = [s.start for s in spans], [s.stop for s in spans]
+    size = storage.block_size
+    tables = [s.table.ids[: -(-s.stop // size)] for s in spans]
+    columns = max(map(len, tables))
+    # Padded with the row's own first block: finite where the row is, and never another's.
+    padded = [t + t[:1] * (columns - len(t)) for t in tables]
+    table, first = torch.tensor(padded, dtype=torch.int32, device=storage.device), None
+    if len(spans) == 1 and tables[0] == list(range(tables[0][0], tables[0][0] + len(tables[0]))):
+        first = tables[0][0]  # neighbours: a view will do
+    pages = dict(table=table, first=first, workspace=workspace)
+    shape = dict(heads=storage.spec.kv_heads, num_blocks=storage.num_blocks)
+    return PackedRows(starts, stops, storage.device, **shape, **pages)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 
 from ..caches import make_cache
-from ..cost.speculative import best_draft_length
+from ..cost.step import best_draft_length
 from ..model import Decoder
 
 

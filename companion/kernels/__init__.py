@@ -24,14 +24,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .aot import compile_report
     from .bench.gpu import bench_gpu
-    from .cpu import decode_on_cpu
-    from .cpu.rows import linear_on_cpu
+    from .cpu import decode_on_cpu, linear_on_cpu
     from .decode import attend_with_tail, decode_attention, merge_splits
     from .decode.reference import decode_reference
-    from .mode import interpret, interpreted, triton_for
+    from .mode import interpret, interpreted, triton_for, use
     from .moe import fused_moe
     from .moe.gemm import grouped_gemm
-    from .policy import use
 
 _HOMES = {
     "attend_with_tail": "decode",
@@ -44,10 +42,10 @@ _HOMES = {
     "grouped_gemm": "moe.gemm",
     "interpret": "mode",
     "interpreted": "mode",
-    "linear_on_cpu": "cpu.rows",
+    "linear_on_cpu": "cpu",
     "merge_splits": "decode",
     "triton_for": "mode",
-    "use": "policy",
+    "use": "mode",
 }
 
 __all__ = [

@@ -25,8 +25,7 @@ from ..caches import Attendable
 from ..cost import ModelSpec
 from ..rope import Rope
 from .blocks import RMSNorm
-from .int8 import Int8Matrix
-from .products import Tensors, matrix, product, vector
+from .products import Int8Matrix, Tensors, matrix, product, vector
 
 Number = int | float
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..caches.base import Attendable, Room
-from ..kernels.cpu import LOG2E
-from ..kernels.cpu.rows import LAYER, ROWS, SPEC, step
+from ..kernels.cpu import LAYER, LOG2E, ROWS, SPEC, step
 from .attention import Attention, HeadNormAttention
 from .blocks import ACTIVATIONS, Block, FeedForward, RMSNorm
-from .int8 import Int8Matrix
+from .products import Int8Matrix
 
 GELU = {ACTIVATIONS["silu"]: False, ACTIVATIONS["gelu_pytorch_tanh"]: True}
 _known: WeakKeyDictionary[nn.ModuleList, "CompiledLayers"] = WeakKeyDictionary()

@@ -13,8 +13,7 @@ from ..cost import ModelSpec
 from ..rope import Rope
 from .compiled import CompiledLayers, compiled_layers, suits
 from .families import block, family_of, ropes
-from .int8 import Int8Matrix
-from .products import Tensors, matrix, product
+from .products import Int8Matrix, Tensors, matrix, product
 
 
 class Decoder(nn.Module):

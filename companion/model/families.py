@@ -17,8 +17,20 @@ from torch import nn
 from ..cost import ModelSpec
 from ..rope import Rope
 from .attention import Attention, HeadNormAttention, LatentAttention, WidthNormAttention
-from .blocks import ACTIVATIONS, Block, FeedForward, OffsetRMSNorm, RMSNorm, SandwichBlock, WideRMSNorm
-from .experts import ExpertWeights, interleaved, mixtral, mixture, separate
+from .blocks import (
+    ACTIVATIONS,
+    Block,
+    ExpertWeights,
+    FeedForward,
+    OffsetRMSNorm,
+    RMSNorm,
+    SandwichBlock,
+    WideRMSNorm,
+    interleaved,
+    mixtral,
+    mixture,
+    separate,
+)
 from .products import Tensors
 
 Number = int | float

@@ -10,7 +10,7 @@ from ..moe import MoE
 from .attention import Attention, LatentAttention
 from .blocks import FeedForward
 from .decoder import Decoder
-from .int8 import Int8Matrix, Int8MoE
+from .products import Int8Matrix, Int8MoE
 
 DTYPES = ("int8",)
 MATRICES: dict[type[nn.Module], tuple[str, ...]] = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cost import ModelSpec, RoutingSpec, rank_spec
-from ..model.experts import interleaved
+from ..model.blocks import interleaved
 from ..model.families import family_of
 
 

@@ -14,10 +14,9 @@ from numbers import Real
 
 import torch
 
-from .codec import FLOATS, LIMIT, NAMES, PLAIN, Codec, QuantizedTensor
+from .codec import FLOATS, LIMIT, NAMES, PLAIN, Codec, QuantizedTensor, pack, unpack
 from .floats import Fp4, Fp8
 from .integers import IntCodec, Plain
-from .packing import pack, unpack
 
 __all__ = ["NAMES", "Codec", "QuantizedTensor", "codec", "pack", "unpack"]
 

@@ -8,8 +8,7 @@ mxfp4: 32 e2m1 numbers share a power of two (e8m0). OCP Microscaling Formats 1.0
 
 import torch
 
-from .codec import Codec, split, within
-from .packing import at_least, half_ulp, pack, unpack
+from .codec import Codec, at_least, half_ulp, pack, split, unpack, within
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _GAP = (0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0)  # half the wider gap beside each

@@ -17,8 +17,7 @@ The others are measured against it, and it is the other half of a pair of which 
 
 import torch
 
-from .codec import Codec, split, within
-from .packing import at_least, at_most, half_ulp, pack, unpack
+from .codec import Codec, at_least, at_most, half_ulp, pack, split, unpack, within
 
 
 class IntCodec(Codec):

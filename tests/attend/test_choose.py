@@ -11,7 +11,7 @@ import companion
 from companion.attend import backend, by_torch, choose, one_pass
 from companion.caches import make_cache
 from companion.generate import generate
-from companion.kernels import policy, use
+from companion.kernels import mode, use
 from companion.model import from_transformers
 
 HOME = Path(companion.__file__).parent
@@ -23,8 +23,8 @@ def asked(monkeypatch):
     """How often the policy was asked."""
     import sys
 
-    seen, module = [], sys.modules["companion.attend.choose"]
-    monkeypatch.setattr(module, "choice", lambda: seen.append(1) or policy.choice())
+    seen, module = [], sys.modules["companion.attend"]
+    monkeypatch.setattr(module, "choice", lambda: seen.append(1) or mode.choice())
     return seen
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from companion.cost import HardwareSpec, decode_step, models, prefill
-from companion.cost.speculative import (
+from companion.cost.step import (
     best_draft_length,
     expected_tokens,
     predicted_pass_cost,

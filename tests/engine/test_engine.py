@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from companion.caches.paged import PagedStorage
 from companion.engine import Engine, Request
-from companion.engine.packed import PackedStep, Span
+from companion.engine.forward import PackedStep, Span
 from companion.generate import Sampler
 from companion.paging import blocks_needed
 

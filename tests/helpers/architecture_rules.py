@@ -3,8 +3,7 @@
 from architectures import LINEAR, LLAMA3, YARN, Rule
 
 from companion.model.attention import Attention
-from companion.model.blocks import RMSNorm
-from companion.model.experts import interleaved, mixtral, separate
+from companion.model.blocks import RMSNorm, interleaved, mixtral, separate
 from companion.rope import Rope
 
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}

@@ -12,10 +12,10 @@ import torch
 
 import companion.kernels.append
 from companion.attend import choose
-from companion.attend.by_triton import MOST_QUERIES, kernel_format
+from companion.attend.by_kernels import MOST_QUERIES, kernel_format
 from companion.caches import make_cache
 from companion.cost import MLASpec, ModelSpec
-from companion.kernels import policy, use
+from companion.kernels import mode, use
 from companion.moe import grouped_experts
 from companion.quantize import codec
 
@@ -296,30 +296,30 @@ def taken(first, *more):
 
 
 def test_the_default_on_a_cpu_is_torch(calls, monkeypatch):
-    monkeypatch.delenv(policy.VARIABLE, raising=False)
-    assert policy.choice() == "auto" and not taken(torch.zeros(2))
+    monkeypatch.delenv(mode.USE_VARIABLE, raising=False)
+    assert mode.choice() == "auto" and not taken(torch.zeros(2))
     grouped_experts(*moe()[0])
     assert not calls
 
 
 def test_the_innermost_choice_holds_and_is_taken_back(monkeypatch):
-    monkeypatch.setenv(policy.VARIABLE, "never")
-    assert policy.choice() == "never"
+    monkeypatch.setenv(mode.USE_VARIABLE, "never")
+    assert mode.choice() == "never"
     with use("always"):
         assert taken(torch.zeros(2))
         with pytest.raises(RuntimeError), use("never"):
-            assert policy.choice() == "never" and not taken(torch.zeros(2))
+            assert mode.choice() == "never" and not taken(torch.zeros(2))
             raise RuntimeError
-        assert policy.choice() == "always"
-    assert policy.choice() == "never"
-    monkeypatch.setenv(policy.VARIABLE, "")
-    assert policy.choice() == "auto"
+        assert mode.choice() == "always"
+    assert mode.choice() == "never"
+    monkeypatch.setenv(mode.USE_VARIABLE, "")
+    assert mode.choice() == "auto"
 
 
 def test_an_unknown_choice_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="choice='off'; accepted: 'auto', 'compiled', 'always', 'never'"):
         use("off")
-    monkeypatch.setenv(policy.VARIABLE, "1")
+    monkeypatch.setenv(mode.USE_VARIABLE, "1")
     with pytest.raises(ValueError, match="COMPANION_KERNELS='1'; accepted"):
         taken(torch.zeros(2))
 
@@ -348,9 +348,9 @@ def test_tensors_that_no_kernel_takes():
     ],
 )
 def test_capabilities(monkeypatch, capability, dtype, runs):
-    assert not policy.runs_on(capability, {dtype})  # this process interprets
-    monkeypatch.setattr(policy, "interpreted", lambda: False)
-    assert policy.runs_on(capability, {dtype, torch.int32}) is runs
+    assert not mode.runs_on(capability, {dtype})  # this process interprets
+    monkeypatch.setattr(mode, "interpreted", lambda: False)
+    assert mode.runs_on(capability, {dtype, torch.int32}) is runs
 
 
 def run(code, **environment):

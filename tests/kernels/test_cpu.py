@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_inputs import ABSURD, check, make
 
-from companion.attend import Step, by_numba, choose
+from companion.attend import Step, by_kernels, choose
 from companion.attention import sdpa
 from companion.caches import make_cache
-from companion.kernels import cpu, decode_on_cpu, policy, use
+from companion.kernels import cpu, decode_on_cpu, mode, use
 from companion.kernels.cpu import attention as cpu_attention
 from companion.kernels.cpu import attention as cpu_numba
 from companion.kernels.cpu import loops as cpu_loops
@@ -49,7 +49,7 @@ def calls(monkeypatch):
         return cpu.run(*args, **kwargs)
 
     monkeypatch.setattr(cpu, "LEAST_BYTES", 0)
-    monkeypatch.setattr(by_numba, "run", counted)
+    monkeypatch.setattr(by_kernels, "run", counted)
     return seen
 
 
@@ -282,16 +282,16 @@ def test_small_steps_stay_with_torch(monkeypatch):
 
 def test_without_numba_it_is_refused_where_it_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    caches = cpu_threads.numba, policy._numba_fails
+    caches = cpu_threads.numba, mode._numba_fails
     for cache in caches:
         cache.cache_clear()
     try:
         with pytest.raises(ImportError, match=r"choice='compiled'.*what-a-token-costs\[cpu\]"):
             use("compiled")
-        assert policy.choice() == "auto"
-        monkeypatch.setenv(policy.VARIABLE, "compiled")
-        with pytest.raises(ImportError, match=f"{policy.VARIABLE}='compiled'"):
-            policy.choice()
+        assert mode.choice() == "auto"
+        monkeypatch.setenv(mode.USE_VARIABLE, "compiled")
+        with pytest.raises(ImportError, match=f"{mode.USE_VARIABLE}='compiled'"):
+            mode.choice()
         q, k = torch.randn(1, 4, 32), torch.randn(1, 1, 2, 32)
         with pytest.raises(ImportError, match=r"what-a-token-costs\[cpu\]"):
             decode_on_cpu(q, k, k, torch.ones(1, dtype=torch.int32))

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from companion.attend import by_numba
+from companion.attend import by_kernels
+from companion.kernels import cpu as cpu_rows
 from companion.kernels import linear_on_cpu, use
 from companion.kernels.cpu import loops as cpu_loops
-from companion.kernels.cpu import rows as cpu_rows
-from companion.model.int8 import Int8Matrix
-from companion.model.products import matrix, product
+from companion.model.products import Int8Matrix, matrix, product
 from companion.rope import Rope
 
 plain = inspect.unwrap(linear_on_cpu)  # without the run-time types that the tests add, which speak first
@@ -101,7 +100,7 @@ def test_bad_input(change, message):
 def test_what_the_model_multiplies_here(monkeypatch):
     """Few rows in float32 that no gradient passes, where the user asked for it."""
     seen = []
-    monkeypatch.setattr(by_numba, "linear", lambda *given: seen.append(given) or cpu_rows.linear(*given))
+    monkeypatch.setattr(by_kernels, "linear", lambda *given: seen.append(given) or cpu_rows.linear(*given))
     weight, x = matrix([random(96, 60)]), random(cpu_rows.ROWS + 1, 60)
 
     def asked(how, x, weight=weight):
@@ -122,7 +121,7 @@ def test_what_the_model_multiplies_here(monkeypatch):
 
 def test_which_int8_products_are_computed_here(monkeypatch):
     seen = []
-    monkeypatch.setattr(by_numba, "linear", lambda *given: seen.append(given) or cpu_rows.linear(*given))
+    monkeypatch.setattr(by_kernels, "linear", lambda *given: seen.append(given) or cpu_rows.linear(*given))
     weight, x = Int8Matrix(random(96, 64)), random(cpu_rows.ROWS + 1, 64)
 
     def asked(how, x, weight=weight, tolerance=1e-6):

@@ -7,7 +7,7 @@ import companion.kernels.append
 from companion.caches.paged import PagedStorage
 from companion.cost import ModelSpec
 from companion.engine import Engine, Request
-from companion.engine.packed import PackedStep, Span
+from companion.engine.forward import PackedStep, Span
 from companion.kernels import use
 
 WIDTHS = dict(d_model=64, heads=4, kv_heads=2, head_dim=32, ffn=64, vocab=50)

@@ -12,7 +12,7 @@ from companion.attend.products import PACKED_ROWS, packed
 from companion.caches import make_cache
 from companion.cost import ModelSpec, parameters, weight_bytes
 from companion.model import Decoder, from_transformers, load, quantize_weights
-from companion.model.int8 import Int8Matrix
+from companion.model.products import Int8Matrix
 from companion.study import compare, text
 from tests.model.test_architectures_caches import EXACT, FITS, logits_over
 

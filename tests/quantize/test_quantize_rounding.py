@@ -5,7 +5,7 @@ import pytest
 import torch
 from quantize_oracles import toward
 
-from companion.quantize.packing import at_least, at_most, half_ulp
+from companion.quantize.codec import at_least, at_most, half_ulp
 
 
 def every(dtype):

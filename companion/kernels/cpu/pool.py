@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from ..policy import need_numba
+from ..mode import need_numba
 
 _one_at_a_time = threading.Lock()  # not every kind of threads that Numba may use bears two callers
 

@@ -6,7 +6,7 @@ A tile is BLOCK_N tokens by a head's channels and comes in two parts, so that no
     int4, kivi        part a: the even channels             part b: the odd ones
 
 Byte j of int4 holds channel 2j in its low nibble and 2j + 1 in its high one; byte j of kivi2 holds channels
-4j to 4j + 3, lowest bits first (`companion.quantize.packing`). B = 0: there is no part b.
+4j to 4j + 3, lowest bits first (`companion.quantize.codec`). B = 0: there is no part b.
 
 What the codes stand for:
 
