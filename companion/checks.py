@@ -1,6 +1,7 @@
-"""Checks that every room shares: whole numbers, choices, near names. Standard library only.
+"""Checks that every room shares: numbers, choices, shapes, near names; invariants. Standard library only.
 
-Each raises one ValueError that names the argument, what came, and what is accepted.
+What an argument lacks is said in one form, by one ValueError: `<argument> must be <what is accepted>, got
+<what came>`. `owner` is whose argument it is, e.g. the function's name: it stands before the argument.
 """
 
 from __future__ import annotations
@@ -13,36 +14,67 @@ from numbers import Real
 from typing import Any
 
 
-def whole(argument: str, value: Any, least: int = 1, *, owner: str = "") -> int:
-    """`value` as an int of at least `least`. A bool is none; anything that says it is an index is one.
+def require(holds: object, argument: str, accepted: str, value: Any, *, owner: str = "") -> None:
+    """Raise ValueError unless it holds: `argument` must be what `accepted` says, and `value` came."""
+    if not holds:
+        raise _refusal(argument, accepted, value, owner)
 
-    owner   whose argument it is, e.g. the function's name: it stands before the argument in the message
-    """
+
+def _refusal(argument: str, accepted: str, value: Any, owner: str) -> ValueError:
+    where = f"{owner}: {argument}" if owner else argument
+    return ValueError(f"{where} must be {accepted}, got {value!r}")
+
+
+def whole(argument: str, value: Any, least: int = 1, most: float = math.inf, *, owner: str = "") -> int:
+    """`value` as an int from `least` to `most`. A bool is none; anything that says it is an index is one."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or number < least:
+    if number is None or not least <= number <= most:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"{_named(owner, argument)} must be {kind}, got {value!r}")
+        kind = kind if most == math.inf else f"an integer from {least} to {most}"
+        raise _refusal(argument, kind, value, owner)
     return number
+
+
+def number(
+    argument: str, value: Any, least: float = -math.inf, most: float = math.inf, *, owner: str = ""
+) -> float:
+    """`value` as a finite float from `least` to `most`."""
+    kind = "a finite number" if least == -math.inf else f"a finite number of at least {least:g}"
+    kind = kind if most == math.inf else f"a number from {least:g} to {most:g}"
+    require(is_number(value) and least <= value <= most, argument, kind, value, owner=owner)
+    return float(value)
+
+
+def positive(argument: str, value: Any, most: float = math.inf, *, owner: str = "") -> float:
+    """`value` as a finite float above 0, and at most `most`."""
+    kind = "a positive finite number" if most == math.inf else f"above 0 and at most {most:g}"
+    require(is_number(value) and 0 < value <= most, argument, kind, value, owner=owner)
+    return float(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite real number. A bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def choice(argument: str, value: Any, accepted: Iterable[Any], *, owner: str = "") -> Any:
     """`value`, if it is one of `accepted`."""
     accepted = tuple(accepted)
-    if value not in accepted:
-        known = ", ".join(map(str, accepted))
-        raise ValueError(f"{_named(owner, argument)} must be one of {known}; got {value!r}")
+    require(
+        value in accepted, argument, f"one of {', '.join(map(str, accepted)) or '(none)'}", value, owner=owner
+    )
     return value
 
 
-def positive(argument: str, value: Any, most: float = math.inf, *, owner: str = "") -> float:
-    """`value` as a finite float above 0, and at most `most`."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf or value > most:
-        kind = "a positive finite number" if most == math.inf else f"above 0 and at most {most:g}"
-        raise ValueError(f"{_named(owner, argument)} must be {kind}, got {value!r}")
-    return float(value)
+def shape(argument: str, tensor: Any, *expected: int | str) -> None:
+    """Whether a tensor has this shape. A name in place of a size stands for any size."""
+    got = tuple(tensor.shape)
+    if len(got) != len(expected) or any(g != e for g, e in zip(got, expected) if not isinstance(e, str)):
+        comma = "," if len(expected) == 1 else ""
+        raise ValueError(f"{argument} must be of shape ({', '.join(map(str, expected))}{comma}), got {got}")
 
 
 def plain(name: str) -> str:
@@ -59,5 +91,11 @@ def near_names(name: str, known: Iterable[str], limit: int = 4) -> list[str]:
     return list(dict.fromkeys(hits))[:limit]
 
 
-def _named(owner: str, argument: str) -> str:
-    return f"{owner}: {argument}" if owner else argument
+class BrokenInvariant(RuntimeError):
+    """What a `check()` raises: the state contradicts itself, which is a fault here and never the caller's."""
+
+
+def must(holds: object, message: str, *values: object) -> None:
+    """Raise BrokenInvariant unless it holds. The message takes the values in only then: most checks pass."""
+    if not holds:
+        raise BrokenInvariant(message.format(*values))

@@ -114,6 +114,44 @@ def test_what_is_private_to_an_object_or_a_package_is_no_matter_of_modules(sourc
     assert rooms.private_problems(source, A, [A, B]) == []
 
 
+@pytest.mark.parametrize("module", FILES)
+def test_a_name_is_defined_once(module):
+    assert rooms.double_problems(FILES[module], module) == []
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [
+        ("class Pool:\n    x = 1\n\nclass Pool:\n    x = 1", "Pool"),  # what a merge once left
+        ("def f(): ...\ndef f(): ...", "f"),
+        ("def f(): ...\nf = 3", "f"),
+        ("LIMIT = 3\nLIMIT: int = 4", "LIMIT"),
+        ("class C:\n    def f(self): ...\n    async def f(self): ...", "f"),
+        (
+            "def g():\n    class C:\n        def f(self): ...\n        @property\n        def f(self): ...",
+            "f",
+        ),
+    ],
+)
+def test_a_name_defined_twice_is_found(source, name):
+    assert [name in p.split() for p in rooms.double_problems(source, A)] == [True]
+    assert len(rooms.violations({A: source})) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@overload\ndef f(x: int): ...\n@typing.overload\ndef f(x: str): ...\ndef f(x): ...",
+        "class C:\n    @property\n    def x(self): ...\n    @x.setter\n    def x(self, to): ...",
+        "class C:\n    def f(self): ...\nclass D:\n    def f(self): ...\ndef f(): ...",
+        "if fast:\n    def f(): ...\nelse:\n    def f(): ...",  # one or the other
+        "NAMES = {}\nNAMES['a'] = 1\nNAMES |= {'b': 2}",
+    ],
+)
+def test_what_adds_to_a_definition_is_none(source):
+    assert rooms.double_problems(source, A) == []
+
+
 @pytest.mark.parametrize(
     "statement",
     [
@@ -140,7 +178,7 @@ def test_a_file_holds_one_idea(module):
 
 
 def test_a_file_too_long_and_a_file_too_many_are_found():
-    short, long = "x = 1\n" * LINES, "x = 1\n" * (LINES + 1)
+    short, long = "pass\n" * LINES, "pass\n" * (LINES + 1)
     assert rooms.violations({A: short, B: short}, most_files=2) == []
     assert len(rooms.violations({A: long, B: short})) == 1
     assert len(rooms.violations({A: short, B: short}, most_files=1)) == 1

@@ -10,6 +10,7 @@ A room is a file or a folder directly in `companion/`. The rules, tested by test
   `if TYPE_CHECKING:` does not;
 - a name that begins with an underscore stays in its module;
 - nothing imports benchmarks/, tools/ or tests/;
+- a file defines a top-level name once, and a class each of its names;
 - a file has at most LINES lines.
 
 Exit status 1 where a rule is broken.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +165,30 @@ def private_problems(source: str, module: str, modules: Iterable[str] = ()) -> l
     return problems
 
 
+def _defined(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """The names that these statements define. An overload and a property's setter add to an earlier one."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            by = {ast.unparse(d).rsplit(".", 1)[-1] for d in node.decorator_list}
+            if not by & {"overload", "setter", "getter", "deleter"}:
+                yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = (n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
+            yield from (n.id for n in names if isinstance(n.ctx, ast.Store))
+
+
+def double_problems(source: str, module: str) -> list[str]:
+    """Names that a file or a class defines twice, so that the earlier definition is lost without a word."""
+    tree = ast.parse(source)
+    bodies = {module: tree.body}
+    bodies |= {f"{module}.{c.name}": c.body for c in ast.walk(tree) if isinstance(c, ast.ClassDef)}
+    counts = {where: Counter(_defined(body)) for where, body in bodies.items()}
+    return [
+        f"{where} defines {name} {n} times" for where, c in counts.items() for name, n in c.items() if n > 1
+    ]
+
+
 def arrows_of_files(files: Mapping[str, str]) -> dict[str, set[str]]:
     """Module -> the modules of the same room that it imports; a folder is its `__init__`."""
     short = {m.removesuffix(".__init__"): m for m in files}
@@ -216,7 +242,7 @@ def violations(files: Mapping[str, str], most_files: int | None = None) -> list[
     for module, source in files.items():
         if not is_the_package(module):
             problems += floor_problems(source, module, files)
-        problems += private_problems(source, module, files)
+        problems += private_problems(source, module, files) + double_problems(source, module)
         if (lines := len(source.splitlines())) > LINES:
             problems.append(f"{module} has {lines} lines, at most {LINES} are allowed")
     problems += [f"a circle: {', '.join(group)}" for group in circles(arrows_of_files(files))]
@@ -250,7 +276,9 @@ def main(argv: list[str] | None = None) -> int:
     print(*table(files), sep="\n")
     problems = violations(files, args.files)
     print(
-        *problems or ["no violation: no circle, no private name across modules, no file too long"], sep="\n"
+        *problems
+        or ["no violation: no circle, no private name across modules, no name twice, no file too long"],
+        sep="\n",
     )
     return int(bool(problems))
 

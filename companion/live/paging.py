@@ -4,8 +4,9 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from inspect import signature
+from typing import Any
 
-from ..checks import whole
+from ..checks import choice, require, whole
 from ..paging.manager import BlockManager, PagedSequence
 
 # What a page can show, and how long it may take.
@@ -69,22 +70,19 @@ class _Stage:
         self.manager.index.remove(ids)
 
     def _new(self, name) -> None:
-        if not isinstance(name, str) or not name or name in self.named:
-            raise ValueError(f"name={name!r}; need a name that no live sequence has")
+        new = isinstance(name, str) and name and name not in self.named
+        require(new, "name", "a name that no live sequence has", name)
 
     def _old(self, name) -> PagedSequence:
-        if not isinstance(name, str) or name not in self.named:
-            raise ValueError(f"name={name!r}; the live sequences are {', '.join(self.named) or 'none'}")
-        return self.named[name]
+        return self.named[choice("name", name, self.named)]
 
     def _tokens(self, tokens) -> list[int]:
         """Numbers and words alike: each different one is a token."""
         tokens = tokens.split() if isinstance(tokens, str) else tokens
-        if not isinstance(tokens, list | tuple) or any(type(t) not in (int, str) for t in tokens):
-            raise ValueError(f"tokens={tokens!r}; need a text, or a list of words and integers")
+        readable = isinstance(tokens, list | tuple) and all(type(t) in (int, str) for t in tokens)
+        require(readable, "tokens", "a text, or a list of words and integers", tokens)
         self.seen += len(tokens)
-        if self.seen > LIMITS["tokens"]:
-            raise ValueError(f"tokens: at most {LIMITS['tokens']} of them in one request")
+        require(self.seen <= LIMITS["tokens"], "tokens", f"at most {LIMITS['tokens']} in all", self.seen)
         for t in tokens:
             if (type(t), t) not in self.numbers:
                 self.numbers[type(t), t] = len(self.words)
@@ -186,10 +184,9 @@ def _told(action: dict, copies: list, before: dict, after: dict, changed: dict[s
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _script(text: object) -> list[dict]:
+def _script(text: Any) -> list[dict]:
     """Actions from one string, as it stands in an address: `arrive A the cat sat_fork A B_append B mat`."""
-    if not isinstance(text, str):
-        raise ValueError(f"script={text!r}; need a text")
+    require(isinstance(text, str), "script", "a text", text)
     actions = []
     for piece in filter(None, map(str.split, text.split("_"))):
         verb, *rest = piece
@@ -206,17 +203,14 @@ def _script(text: object) -> list[dict]:
 
 
 def _frames(data: dict) -> list[dict]:
-    unknown = set(data) - {"num_blocks", "block_size", "prefix", "actions", "script"}
-    if unknown:
-        raise ValueError(f"request: {sorted(unknown)} are no keys of it")
+    keys = ("num_blocks", "block_size", "prefix", "actions", "script")
+    require(set(data) <= set(keys), "request", f"of keys {', '.join(keys)}", sorted(data))
     if "actions" in data and "script" in data:
         raise ValueError("request: give actions or a script")
-    num_blocks = whole("num_blocks", data.get("num_blocks"), 1)
+    num_blocks = whole("num_blocks", data.get("num_blocks"), 1, LIMITS["num_blocks"])
     actions = _script(data["script"]) if "script" in data else data.get("actions", [])
-    if num_blocks > LIMITS["num_blocks"]:
-        raise ValueError(f"num_blocks={num_blocks}; a page shows at most {LIMITS['num_blocks']}")
-    if not isinstance(actions, list) or len(actions) > LIMITS["actions"]:
-        raise ValueError(f"actions: need a list of at most {LIMITS['actions']}")
+    fits = isinstance(actions, list) and len(actions) <= LIMITS["actions"]
+    require(fits, "actions", f"a list of at most {LIMITS['actions']}", actions)
     stage = _Stage(num_blocks, data.get("block_size"), bool(data.get("prefix", True)))
     verbs: dict[str, Callable] = {name: getattr(stage, name) for name in HEADS}
     state, size = stage.state(), _count(stage.manager.block_size, "token")
@@ -225,9 +219,8 @@ def _frames(data: dict) -> list[dict]:
     for action in actions:
         error, copies, stage.forgotten = None, [], []
         try:
-            if not isinstance(action, dict) or action.get("do") not in verbs:
-                raise ValueError(f"action {action!r}: `do` must be one of {', '.join(verbs)}")
-            verb = verbs[action["do"]]
+            require(isinstance(action, dict), "action", "an object", action)
+            verb = verbs[choice("do", action.get("do"), verbs)]
             given = signature(verb).bind(**{k: v for k, v in action.items() if k != "do"})
             copies = verb(*given.args, **given.kwargs) or []
         except (ValueError, TypeError) as e:  # TypeError: an argument too many or too few
@@ -275,8 +268,7 @@ def live(request: str) -> str:
     """
     try:
         data = json.loads(request)
-        if not isinstance(data, dict):
-            raise ValueError(f"request must be a JSON object, got {type(data).__name__}")
+        require(isinstance(data, dict), "request", "a JSON object", data)
         reply = {"ok": True, "result": {"frames": _frames(data)}}
     except (ValueError, TypeError, RecursionError) as error:
         reply = {"ok": False, "error": str(error)}

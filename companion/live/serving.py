@@ -2,7 +2,7 @@
 
 import json
 
-from ..checks import whole
+from ..checks import choice, number, require, whole
 from ..serving.records import Part
 from ..serving.simulation import Arrival, Seconds, roofline, simulate
 from .steps import summary
@@ -14,18 +14,17 @@ ROOFLINE = (*DTYPES, "efficiency", "compute_efficiency", "overhead_seconds")
 
 
 def _known(owner: str, given: object, accepted: tuple[str, ...]) -> dict:
-    if not isinstance(given, dict):
-        raise ValueError(f"{owner}: need an object, got {type(given).__name__}")
-    unknown = sorted(set(given) - set(accepted))
-    if unknown:
-        raise ValueError(f"{owner}: {unknown} are no keys of it; accepted: {', '.join(accepted)}")
+    require(isinstance(given, dict), owner, "an object", given)
+    if unknown := sorted(set(given) - set(accepted)):
+        raise ValueError(
+            f"{owner} must have keys of {', '.join(accepted)}, got {', '.join(map(repr, unknown))}"
+        )
     return given
 
 
 def _option(name: str, value: object) -> object:
     if name == "prefix_caching":
-        if not isinstance(value, bool):
-            raise ValueError(f"prefix_caching={value!r}; need true or false")
+        require(isinstance(value, bool), name, "true or false", value)
         return value
     return None if name == "max_length" and value is None else whole(name, value, 1)
 
@@ -36,14 +35,11 @@ def _seconds(cost: object) -> Seconds:
         given = {k: v for k, v in cost.items() if k in ROOFLINE}
         if "step_s" in cost or "token_s" in cost:
             raise ValueError("cost: give model and hardware, or step_s and token_s")
-        names = cost.get("model"), cost.get("hardware")
-        if not all(isinstance(n, str) for n in names):
-            raise ValueError(f"cost: model={names[0]!r}, hardware={names[1]!r}; need the names of both")
-        return roofline(*names, **given)
-    step, token = cost.get("step_s", 0.02), cost.get("token_s", 0.001)
-    for name, value in (("step_s", step), ("token_s", token)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-            raise ValueError(f"cost: {name}={value!r}; need seconds, 0 or more")
+        for key in ("model", "hardware"):
+            require(isinstance(cost.get(key), str), key, "a name", cost.get(key), owner="cost")
+        return roofline(cost["model"], cost["hardware"], **given)
+    step = number("step_s", cost.get("step_s", 0.02), 0, 1e9, owner="cost")
+    token = number("token_s", cost.get("token_s", 0.001), 0, 1e9, owner="cost")
     return lambda parts: step + token * sum(p.count for p in parts)
 
 
@@ -56,8 +52,7 @@ class _Words:
 
     def count(self, n: int) -> int:
         self.seen += n
-        if self.seen > LIMITS["tokens"]:
-            raise ValueError(f"requests: at most {LIMITS['tokens']} tokens of prompts and replies")
+        require(self.seen <= LIMITS["tokens"], "requests", f"of at most {LIMITS['tokens']} tokens", self.seen)
         return n
 
     def number(self, word: object) -> int:
@@ -75,24 +70,21 @@ class _Words:
         elif isinstance(prompt, int):
             prompt = [f"prompt {at} {i}" for i in range(self.count(whole("prompt", prompt, 0)))]
         elif not isinstance(prompt, list) or any(type(t) not in (int, str) for t in prompt):
-            raise ValueError(f"prompt={prompt!r}; need a text, a list of words, or a number of tokens")
+            raise ValueError(f"prompt must be a text, a list of words, or a number of tokens, got {prompt!r}")
         return [self.number(w) for w in head + prompt[: self.count(len(prompt))]]
 
 
 def _arrivals(requests: object) -> list[Arrival]:
-    if not isinstance(requests, list) or len(requests) > LIMITS["requests"]:
-        raise ValueError(f"requests: need a list of at most {LIMITS['requests']}")
+    fits = isinstance(requests, list) and len(requests) <= LIMITS["requests"]
+    require(fits, "requests", f"a list of at most {LIMITS['requests']}", requests)
     words, out = _Words(), []
     for i, r in enumerate(requests):
         keys = ("id", "at_s", "prompt", "prefix", "new_tokens", "max_new_tokens", "salt")
         r = _known(f"request {i}", r, keys)
         at, id, salt = r.get("at_s", 0), r.get("id", str(i)), r.get("salt")
-        if isinstance(at, bool) or not isinstance(at, int | float):
-            raise ValueError(f"request {i}: at_s={at!r}; need seconds, 0 or more")
-        if not isinstance(id, str):
-            raise ValueError(f"request {i}: id={id!r}; need a text")
-        if salt is not None and not isinstance(salt, str):
-            raise ValueError(f"request {i}: salt={salt!r}; need a text")
+        number("at_s", at, 0, owner=f"request {i}")
+        require(isinstance(id, str), "id", "a text", id, owner=f"request {i}")
+        require(salt is None or isinstance(salt, str), "salt", "a text or null", salt, owner=f"request {i}")
         new = words.count(whole("new_tokens", r.get("new_tokens"), 1))
         most = r.get("max_new_tokens")
         most = None if most is None else whole("max_new_tokens", most, 1)
@@ -116,14 +108,10 @@ MIXES = {
 def _traffic(given: object, seconds: Seconds) -> list[dict]:
     """`count` requests, one every `spacing` steps: a step is what one request alone takes for a token."""
     given = _known("traffic", given, ("count", "spacing", "prompt", "reply", "mix"))
-    count, prompt, reply = (whole(k, given.get(k), 1) for k in ("count", "prompt", "reply"))
-    mix, spacing = given.get("mix", "alike"), whole("spacing", given.get("spacing", 0), 0)
-    if count > LIMITS["requests"] or max(prompt, reply, spacing) > LIMITS["tokens"]:
-        raise ValueError(
-            f"traffic: at most {LIMITS['requests']} requests, and {LIMITS['tokens']} of the rest"
-        )
-    if not isinstance(mix, str) or mix not in MIXES:
-        raise ValueError(f"mix={mix!r}; accepted: {', '.join(MIXES)}")
+    count = whole("count", given.get("count"), 1, LIMITS["requests"])
+    prompt, reply = (whole(k, given.get(k), 1, LIMITS["tokens"]) for k in ("prompt", "reply"))
+    spacing = whole("spacing", given.get("spacing", 0), 0, LIMITS["tokens"])
+    mix = choice("mix", given.get("mix", "alike"), MIXES)
     every, (prompts, replies), requests = spacing * seconds([Part("", prompt, 1, True)]), MIXES[mix], []
     for i in range(count):
         name = chr(65 + i % 26) + str(i // 26 or "")
@@ -168,8 +156,7 @@ def live(request: str) -> str:
     """
     try:
         data = _known("request", json.loads(request), ("num_blocks", *OPTIONS, "cost", "requests", "traffic"))
-        if whole("num_blocks", data.get("num_blocks"), 1) > LIMITS["num_blocks"]:
-            raise ValueError(f"num_blocks: at most {LIMITS['num_blocks']}")
+        whole("num_blocks", data.get("num_blocks"), 1, LIMITS["num_blocks"])
         if "traffic" in data and "requests" in data:
             raise ValueError("request: give requests or traffic")
         seconds, options = _seconds(data.get("cost", {})), {"max_running": 8, "max_tokens_per_step": 256}

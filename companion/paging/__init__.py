@@ -8,9 +8,9 @@
 Nothing here holds a key or a value, so the same allocator serves any storage, and runs in a browser.
 """
 
-from .errors import BrokenInvariant, PoolFull
+from ..checks import BrokenInvariant
 from .manager import BlockManager, PagedSequence, Usage
-from .pool import BlockPool
+from .pool import BlockPool, PoolFull
 from .prefix import ROOT, PrefixIndex, block_digest
 from .table import BlockTable, blocks_needed, to_csr
 

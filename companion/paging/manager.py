@@ -15,9 +15,8 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..checks import whole
-from .errors import PoolFull, must
-from .pool import BlockPool
+from ..checks import must, require, whole
+from .pool import BlockPool, PoolFull
 from .prefix import ROOT, Extra, PrefixIndex, as_tokens, block_digest, encode_extra
 from .table import BlockTable, blocks_needed
 
@@ -163,7 +162,7 @@ class BlockManager:
                 mine += as_tokens("tokens", tokens)
             return seq.table.append(len(mine) - before)
         except OverflowError:
-            raise ValueError(f"tokens={tokens}; need integers of 0 to 2**32 - 1") from None
+            raise ValueError(f"tokens must be integers of 0 to 2**32 - 1, got {tokens}") from None
         except ValueError:
             del mine[before:]
             raise
@@ -179,9 +178,7 @@ class BlockManager:
             self._known(seq)
         n = len(seq.tokens)
         if computed is not None:
-            if whole("computed", computed, 0) > n:
-                raise ValueError(f"computed={computed}; the sequence has {n} tokens")
-            n = computed
+            n = whole("computed", computed, 0, n)
         full = n // self.block_size
         if full <= seq.registered or not self.prefix:
             return []
@@ -242,8 +239,8 @@ class BlockManager:
         return []
 
     def _known(self, seq: PagedSequence) -> None:
-        if not isinstance(seq, PagedSequence) or seq not in self._live:
-            raise ValueError(f"seq: {seq!r} is no live sequence of this manager (freed, or another's)")
+        ours = isinstance(seq, PagedSequence) and seq in self._live
+        require(ours, "seq", "a live sequence of this manager", seq)
 
     def check(self) -> None:
         """Raise BrokenInvariant on the first of these that fails. O(everything): for tests.

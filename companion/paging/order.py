@@ -8,7 +8,7 @@ the order in a few array writes, however many blocks wait in it. vLLM's free lis
 from array import array
 from collections.abc import Iterator, Sequence
 
-from .errors import must
+from ..checks import must
 
 END = -1  # the link beyond the first and the last member
 ABSENT = -2  # `before` of a block that is not in the order

@@ -14,12 +14,19 @@ freed longest ago. Unused, cached and empty blocks are free.
 from array import array
 from collections.abc import Callable, Iterable
 
-from ..checks import whole
-from .errors import PoolFull, must
+from ..checks import must, require, whole
 from .order import EvictionOrder
 
 _INT = frozenset({int})
 AHEAD = 1024  # blocks by which the arrays grow at least
+
+
+class PoolFull(ValueError):
+    """Not now: fewer blocks are free than the call needs. Nothing was changed; free something and call again.
+
+    What can never fit, however much is freed, is a plain ValueError: a scheduler that waits on PoolFull
+    alone does not wait for ever.
+    """
 
 
 class BlockPool:
@@ -33,9 +40,8 @@ class BlockPool:
     def __init__(
         self, num_blocks: int, block_size: int, *, on_forget: Callable[[list[int]], object] | None = None
     ) -> None:
-        if whole("num_blocks", num_blocks, 1) >= 2**31:
-            raise ValueError(f"num_blocks={num_blocks}; block ids are int32, so fewer than {2**31}")
-        self.num_blocks, self.block_size = num_blocks, whole("block_size", block_size, 1)
+        self.num_blocks = whole("num_blocks", num_blocks, 1, 2**31 - 1)  # block ids are int32
+        self.block_size = whole("block_size", block_size)
         self.on_forget = on_forget
         self._used = 0  # blocks 0 .. _used - 1 were handed out at some time, the rest never
         self._refs = array("i")  # this and _kept grow with use, a little ahead of _used
@@ -55,8 +61,7 @@ class BlockPool:
 
     def ref_count(self, id: int) -> int:
         """References to a block; 0 for a free one. ValueError for an id outside the pool."""
-        if whole("id", id, 0) >= self.num_blocks:
-            raise ValueError(f"id={id}; this pool has blocks 0 to {self.num_blocks - 1}")
+        whole("id", id, 0, self.num_blocks - 1)
         return self._refs[id] if id < self._used else 0
 
     def eviction_order(self) -> list[int]:
@@ -73,8 +78,7 @@ class BlockPool:
         """
         refs, empty = self._refs, self._empty
         if whole("n", n, 0) > len(empty) and n > self.num_free:
-            if n > self.num_blocks:
-                raise ValueError(f"n={n}; the pool has {self.num_blocks} blocks in all")
+            whole("n", n, 0, self.num_blocks)
             raise PoolFull(f"n={n}; {self.num_free} of the pool's {self.num_blocks} blocks are free")
         cut = max(0, len(empty) - n)
         ids = empty[cut:]
@@ -160,8 +164,7 @@ class BlockPool:
 
         Raises ValueError if nothing is kept in it.
         """
-        if not self.is_kept(id):
-            raise ValueError(f"id={id}; nothing is kept in this block")
+        require(self.is_kept(id), "id", "a block in which something is kept", id)
         if not self._refs[id]:
             self._order.remove(id)
             self._empty.append(id)
@@ -200,15 +203,12 @@ class BlockPool:
         try:
             ids = list(ids)
         except TypeError:
-            raise ValueError(f"ids={ids!r}; need a list of block ids") from None
+            raise ValueError(f"ids must be a list of block ids, got {ids!r}") from None
         if ids and not (_INT.issuperset(map(type, ids)) and min(ids) >= 0 and max(ids) < self._used):
             for at, i in enumerate(ids):
-                if type(i) is not int or not 0 <= i < self.num_blocks:
-                    raise ValueError(
-                        f"ids: {i!r} at place {at}; this pool has blocks 0 to {self.num_blocks - 1}"
-                    )
-                if i >= self._used:
-                    raise ValueError(f"ids: block {i} at place {at} was never allocated")
+                in_pool = type(i) is int and 0 <= i < self.num_blocks
+                require(in_pool, f"ids[{at}]", f"a block from 0 to {self.num_blocks - 1}", i)
+                require(i < self._used, f"ids[{at}]", "a block that was allocated", i)
         return ids
 
     def check(self) -> None:

@@ -22,9 +22,9 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
+from reprlib import repr as brief
 
-from ..checks import whole
-from .errors import must
+from ..checks import must, require, whole
 
 Extra = tuple[str | bytes | int | None, ...]
 ROOT = bytes(32)
@@ -38,15 +38,17 @@ def as_tokens(name: str, tokens: Iterable[int]) -> array:
     try:
         return array("I", list(tokens))
     except (TypeError, OverflowError):
-        raise ValueError(f"{name}: need token ids, integers of 0 to 2**32 - 1") from None
+        raise ValueError(
+            f"{name} must be token ids, integers of 0 to 2**32 - 1, got {brief(tokens)}"
+        ) from None
 
 
 def encode_extra(extra: Extra) -> bytes:
     """The bytes of `extra` in a digest. ValueError unless it is a tuple of str, bytes, int, bool and None."""
     if extra == ():
         return b""
-    if not isinstance(extra, (tuple, list)) or any(type(x) not in _KINDS for x in extra):
-        raise ValueError(f"extra={extra!r}; need a tuple of str, bytes, int, bool or None")
+    known = isinstance(extra, (tuple, list)) and all(type(x) in _KINDS for x in extra)
+    require(known, "extra", "a tuple of str, bytes, int, bool or None", extra)
     parts = []
     for x in extra:
         text = x if type(x) is bytes else str(x).encode("utf-8", "surrogatepass")
@@ -59,8 +61,7 @@ def block_digest(parent: bytes, tokens: Iterable[int], extra: Extra = ()) -> byt
 
     parent: 32 zero bytes (`companion.paging.prefix.ROOT`) for the first block of a text.
     """
-    if not isinstance(parent, bytes) or len(parent) != 32:
-        raise ValueError(f"parent={parent!r}; need a digest of 32 bytes")
+    require(isinstance(parent, bytes) and len(parent) == 32, "parent", "a digest of 32 bytes", parent)
     data = as_tokens("tokens", tokens)
     return sha256(parent + len(data).to_bytes(8, "little") + _bytes(data) + encode_extra(extra)).digest()
 
@@ -166,11 +167,11 @@ class PrefixIndex:
         """
         tokens, key = as_tokens("tokens", tokens), encode_extra(extra)
         size, full = self.block_size, len(tokens) // self.block_size
-        stop = full if stop is None else whole("stop", stop, 0)
-        if not whole("start", start, 0) <= stop <= full or len(blocks) < stop:
+        stop = full if stop is None else whole("stop", stop, 0, full)
+        whole("start", start, 0, stop)
+        if len(blocks) < stop:
             raise ValueError(
-                f"start={start}, stop={stop}, {len(blocks)} blocks; need start <= stop <= {full}, the "
-                "blocks that the tokens fill, and a block for each"
+                f"blocks must be a block for each of the {stop} that are full, got {len(blocks)}"
             )
         before = self._entry(blocks[start - 1]) if start else None
         parent, digest = (before.number, before.digest) if before else (0, ROOT)
@@ -186,7 +187,7 @@ class PrefixIndex:
                     raise ValueError(f"blocks: block {block} is in the index with another content")
             else:
                 if block in plan or type(block) is not int or block < 0:
-                    raise ValueError(f"blocks: {block!r}; need ids of blocks, each once")
+                    raise ValueError(f"blocks must be ids of blocks, each once, got {block!r}")
                 entry = by_digest.get(digest)
                 if entry is None or not entry.holds(parent, chunk, key):
                     made += 1

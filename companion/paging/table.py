@@ -10,9 +10,8 @@ sampled is appended at the start of the next step.
 
 from collections.abc import Iterable, Sequence
 
-from ..checks import whole
-from .errors import PoolFull
-from .pool import BlockPool
+from ..checks import require, whole
+from .pool import BlockPool, PoolFull
 
 
 def blocks_needed(n: int, block_size: int) -> int:
@@ -33,8 +32,7 @@ class BlockTable:
     def __init__(self, pool: BlockPool, ids: Iterable[int] = (), length: int = 0) -> None:
         self.pool, self.ids, self.length, self.freed = pool, list(ids), whole("length", length, 0), False
         total = -(-length // pool.block_size)
-        if len(self.ids) != total:
-            raise ValueError(f"ids has {len(self.ids)} blocks; length={length} tokens take {total}")
+        require(len(self.ids) == total, "ids", f"the {total} blocks that length={length} takes", self.ids)
 
     def append(self, n: int = 1) -> list[tuple[int, int]]:
         """Reserve the slots of n more tokens. Returns the copies to make first: [(source, destination)].
@@ -105,24 +103,21 @@ class BlockTable:
     def slot(self, position: int) -> int:
         """Where token `position` lies, the pool seen as one row of slots: block * block_size + offset."""
         self._usable()
-        if whole("position", position, 0) >= self.length:
-            raise ValueError(f"position={position}; the table holds {self.length} tokens")
+        whole("position", position, 0, self.length - 1)
         block, offset = divmod(position, self.pool.block_size)
         return self.ids[block] * self.pool.block_size + offset
 
     def slots(self, start: int, stop: int) -> list[int]:
         """The slots of tokens start .. stop - 1, as a kernel that writes them wants them."""
         self._usable()
-        if not whole("start", start, 0) <= whole("stop", stop, 0) <= self.length:
-            raise ValueError(f"start={start}, stop={stop}; need start <= stop <= {self.length}")
+        whole("start", start, 0, whole("stop", stop, 0, self.length))
         size, ids = self.pool.block_size, self.ids
         return [ids[p // size] * size + p % size for p in range(start, stop)]
 
     def padded(self, width: int, fill: int = -1) -> list[int]:
         """The row of a `block_table` of that width; behind the blocks comes `fill`, which nobody may read."""
         self._usable()
-        if whole("width", width, 0) < len(self.ids):
-            raise ValueError(f"width={width}; the table has {len(self.ids)} blocks")
+        whole("width", width, len(self.ids))
         return self.ids + [fill] * (width - len(self.ids))
 
     def _usable(self) -> None:

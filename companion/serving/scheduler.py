@@ -32,9 +32,8 @@ The oldest request computes at least one token of its prompt or samples one in e
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 
-from ..checks import whole
+from ..checks import must, require, whole
 from ..paging import BlockManager, PoolFull, blocks_needed
-from ..paging.errors import must
 from ..paging.prefix import Extra, as_tokens, encode_extra
 from .records import Chunk, Job, Plan
 
@@ -62,12 +61,8 @@ class Scheduler:
         max_length: int | None = None,
     ) -> None:
         self.manager, self.max_running = manager, whole("max_running", max_running, 1)
-        self.max_tokens_per_step = whole("max_tokens_per_step", max_tokens_per_step, 1)
-        if max_tokens_per_step < max_running:
-            raise ValueError(
-                f"max_tokens_per_step={max_tokens_per_step}; need at least max_running={max_running}, "
-                "a token for each request that decodes"
-            )
+        # A token for each request that decodes.
+        self.max_tokens_per_step = whole("max_tokens_per_step", max_tokens_per_step, max_running)
         self.max_length = None if max_length is None else whole("max_length", max_length, 1)
         self.running: list[Job] = []
         self._waiting: OrderedDict[Hashable, Job] = OrderedDict()  # both ends and the middle in O(1)
@@ -100,10 +95,9 @@ class Scheduler:
         tokens = as_tokens("prompt", prompt)[:]
         encode_extra(extra)
         whole("max_new_tokens", max_new_tokens, 1)
-        if not tokens:
-            raise ValueError("prompt is empty; a model needs at least one token to continue")
-        if id in self._waiting or any(job.id == id for job in self.running):
-            raise ValueError(f"id={id!r}; a request of this id has not ended yet")
+        require(tokens, "prompt", "at least one token to continue", prompt)
+        ended = id not in self._waiting and all(job.id != id for job in self.running)
+        require(ended, "id", "no request's that has not ended yet", id)
         reason = self.refusal(len(tokens), max_new_tokens)
         if reason:
             raise Refused(reason)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from ..checks import number, positive, whole
 from ..cost import (
     HardwareSpec,
     ModelSpec,
@@ -100,13 +101,10 @@ def roofline(
     reached; compute_efficiency: of the peak.
     """
     spec, device = resolve_model(model), resolve_hardware(hardware)
-    for name, value in (("efficiency", efficiency), ("compute_efficiency", compute_efficiency)):
-        if not 0 < value <= 1:
-            raise ValueError(f"{name}={value!r}; need more than 0 and at most 1")
-    if not overhead_seconds >= 0:
-        raise ValueError(f"overhead_seconds={overhead_seconds!r}; need 0 or more")
-    bandwidth = device.bandwidth * efficiency
-    peak = device.peak(compute_dtype or device.default_compute) * compute_efficiency
+    number("overhead_seconds", overhead_seconds, 0)
+    bandwidth = device.bandwidth * positive("efficiency", efficiency, 1)
+    reached = positive("compute_efficiency", compute_efficiency, 1)
+    peak = device.peak(compute_dtype or device.default_compute) * reached
 
     def seconds(parts: Sequence[Part]) -> float:
         tokens = sum(p.count for p in parts)
@@ -153,12 +151,10 @@ def simulate(
 
 def _first(i: int, a: Arrival) -> tuple[Hashable, int, float]:
     count = a.prompt if isinstance(a.prompt, int) else len(a.prompt)
-    if not 0 <= a.at_s < float("inf"):
-        raise ValueError(f"at_s={a.at_s!r}; need seconds, 0 or more")
-    if isinstance(a.new_tokens, bool) or not isinstance(a.new_tokens, int) or a.new_tokens < 1:
-        raise ValueError(f"new_tokens={a.new_tokens!r}; need an integer of at least 1")
-    if a.max_new_tokens is not None and a.max_new_tokens < a.new_tokens:
-        raise ValueError(f"max_new_tokens={a.max_new_tokens}; need at least new_tokens={a.new_tokens}")
+    number("at_s", a.at_s, 0)
+    whole("new_tokens", a.new_tokens)
+    if a.max_new_tokens is not None:
+        whole("max_new_tokens", a.max_new_tokens, a.new_tokens)
     return (i if a.id is None else a.id), count, a.at_s
 
 
@@ -187,8 +183,7 @@ class _Play:
         step.parts = [Part(c.job.id, c.start, c.count, c.samples) for c in plan.chunks]
         step.admitted, step.preempted = [j.id for j in plan.admitted], [j.id for j in plan.preempted]
         step.model_s = step.seconds = self.seconds(step.parts)
-        if not 0 <= step.seconds < float("inf"):
-            raise ValueError(f"seconds: a step took {step.seconds!r}; need a finite number, 0 or more")
+        number("seconds", step.seconds, 0)
         for chunk in plan.chunks:
             out = self.of[chunk.job][0]
             if out.queue_s is None:

@@ -220,7 +220,7 @@ ILL_TYPED = {
     "size('phi-4', 't4', kv=None)": "kv must be one of fp32",
     "size('phi-4', 't4', efficiency='all')": "size: efficiency must be above 0 and at most 1, got 'all'",
     "kv_bytes('phi-4', True)": "kv_bytes: tokens must be an integer of at least 0, got True",
-    "prefill_flops('phi-4', 1, logits=None)": "logits must be one of all, last; got None",
+    "prefill_flops('phi-4', 1, logits=None)": "logits must be one of all, last, got None",
     "HardwareSpec('h', 8e10, 1.0, {'bf16': 1.0})": "HardwareSpec 'h': device_bytes must be a",
     "HardwareSpec('h', 1, '1', {'bf16': 1.0})": "HardwareSpec 'h': bandwidth must be a",
     "HardwareSpec('h', 1, 1.0, 5)": "HardwareSpec 'h': flops must map formats",

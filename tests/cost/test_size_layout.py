@@ -261,7 +261,7 @@ REFUSED = [
     (dict(tensor=8, devices=4), "devices=4, but tensor=8 x expert=1 are 8"),
     (dict(tensor=0), "tensor must be a positive integer, got 0"),
     (dict(tensor=2, kv_sharding="batch"), "kv_sharding goes with devices"),
-    (dict(pages="paged"), "pages must be one of exact, grouped, unified; got 'paged'"),
+    (dict(pages="paged"), "pages must be one of exact, grouped, unified, got 'paged'"),
     (dict(step_tokens=0), "step_tokens must be a positive integer"),
     (dict(activation_bytes=-1), "activation_bytes must be an integer of at least 0"),
     (dict(weights_bytes=0), "weights_bytes must be a positive integer"),

@@ -80,16 +80,16 @@ def test_words_and_numbers_are_different_tokens():
         (do("arrive", "B", tokens=3), "tokens"),
         (do("arrive", "B", salt=[1]), "extra"),
         (do("arrive", "B", colour="red"), "colour"),
-        (do("append", "Z", tokens="x"), "name='Z'; the live sequences are A"),
+        (do("append", "Z", tokens="x"), "name must be one of A='Z'"),
         (do("fork", "A", new="A"), "name='A'"),
         (do("fork", "A"), "new"),
         (do("crop", "A", n=-1), "n=-1"),
         (do("evict", n="all"), "n='all'"),
         (do("finish", "Z"), "name='Z'"),
-        (do("dance"), "`do` must be one of arrive"),
+        (do("dance"), "do must be one of arrive"),
         ({"do": ["arrive"]}, ""),
-        ("arrive", "`do` must be one of"),
-        (None, "`do` must be one of"),
+        ("arrive", "action='arrive'"),
+        (None, "action=None"),
     ],
 )
 def test_a_refused_action_says_why_and_changes_nothing(action, message):
@@ -132,7 +132,7 @@ def test_a_script_is_the_same_actions():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("dance", "`do` must be one of arrive"),
+        ("dance", "do must be one of arrive"),
         ("arrive", "missing a required argument: 'name'"),
         ("append Z x", "name='Z'"),
         ("fork A", "missing a required argument: 'new'"),
@@ -287,7 +287,7 @@ def test_too_many_tokens_are_refused():
     size = LIMITS["tokens"] // 4 + 1
     actions = [x for k in range(4) for x in (do("arrive", f"S{k}", tokens=[0] * size), do("finish", f"S{k}"))]
     errors = [f["error"] for f in play(*actions, num_blocks=8, block_size=size)]
-    assert errors[:7] == [None] * 7 and "tokens: at most" in errors[7]
+    assert errors[:7] == [None] * 7 and f"tokens must be at most {LIMITS['tokens']}" in errors[7]
 
 
 def test_the_room_needs_only_pythons_own_library():

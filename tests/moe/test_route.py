@@ -208,8 +208,8 @@ def test_gradients_flow_through_the_weights():
     [
         (dict(top_k=9), "top_k must be at most the number of experts, 8; got 9"),
         (dict(top_k=0), "top_k must be a positive integer, got 0"),
-        (dict(score="relu"), "score must be one of softmax, sigmoid, topk_softmax; got 'relu'"),
-        (dict(group_score="mean"), "group_score must be one of top2_sum, max; got 'mean'"),
+        (dict(score="relu"), "score must be one of softmax, sigmoid, topk_softmax, got 'relu'"),
+        (dict(group_score="mean"), "group_score must be one of top2_sum, max, got 'mean'"),
         (dict(groups=3), "groups must divide the number of experts, 8; got 3"),
         (dict(groups=0), "groups must be a positive integer, got 0"),
         (dict(groups=2, topk_groups=3), "topk_groups must be at most groups=2, got 3"),

@@ -43,7 +43,7 @@ def test_allocate_is_all_or_nothing():
     before = pool_state(pool)
     with pytest.raises(PoolFull, match="n=2; 1 of the pool's 4 blocks are free"):
         pool.allocate(2)
-    with pytest.raises(ValueError, match="n=5; the pool has 4 blocks in all") as never:
+    with pytest.raises(ValueError, match="^n must .* to 4, got 5") as never:
         pool.allocate(5)
     assert not isinstance(never.value, PoolFull)  # waiting would not help
     assert pool_state(pool) == before and pool.allocate(0) == []
@@ -123,7 +123,7 @@ def test_forgetting_a_free_block_makes_it_empty():
     pool = full_of_cached(3)
     pool.forget(1)
     assert pool.eviction_order() == [0, 2] and pool.num_free == 3 and pool.allocate(1) == [1]
-    with pytest.raises(ValueError, match="nothing is kept"):
+    with pytest.raises(ValueError, match="^id must .* kept, got 1"):
         pool.forget(1)
     pool.check()
 

@@ -238,8 +238,8 @@ def test_a_step_costs_the_same_however_many_wait():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("a", [], 3), "prompt is empty"),
-        (("a", [-1], 3), "prompt: need token ids"),
+        (("a", [], 3), "prompt must .* at least one token"),
+        (("a", [-1], 3), "prompt must be token ids"),
         (("a", [1], 0), r"\bmax_new_tokens\b.*\b0\b"),
         (("a", [1], True), r"\bmax_new_tokens\b.*\bTrue\b"),
         (("there", [1], 3), "has not ended yet"),
@@ -275,7 +275,7 @@ def test_the_largest_that_fits_is_served():
     "options, message",
     [
         ({"max_running": 0}, r"\bmax_running\b.*\b0\b"),
-        ({"max_running": 9, "max_tokens_per_step": 8}, "max_tokens_per_step=8; need at least max_running=9"),
+        ({"max_running": 9, "max_tokens_per_step": 8}, "max_tokens_per_step must .* at least 9, got 8"),
         ({"max_length": 0}, r"\bmax_length\b.*\b0\b"),
     ],
 )
