@@ -9,9 +9,11 @@ Nothing here imports Triton or Numba before a kernel is called.
 import torch
 from torch import Tensor
 
+from ..formats import KERNELS, get
 from ..kernels import cpu
 from ..kernels.cpu import ROWS, linear, run
 from ..quantize import Codec
+from ..quantize.integers import IntCodec
 from .by_torch import Coded, TorchBackend
 from .step import Step
 
@@ -140,17 +142,18 @@ class TritonBackend(TorchBackend):
 
 def kernel_format(k: Codec, v: Codec, widths: tuple[int, int]) -> str | None:
     """The kernels' name for caches of these codecs and head widths, or None if they have none."""
-    if k.name != v.name or k.bits > 8 or k.name in ("nvfp4", "mxfp4"):
+    if k.name != v.name:
         return None
     per_token = all(c.group_dim == -1 and c.group in (None, w) for c, w in zip((k, v), widths))
+    own = get(k.name).kernel
     if k.name.startswith("fp8"):  # no scale, one for all, or one per token
         scales = {(c.group is None, c.fixed is None) for c in (k, v)}
-        return k.name if per_token and len(scales) == 1 and (False, False) not in scales else None
-    if per_token and k.name != "int2":
-        return k.name
-    groups = all(c.group in (16, 32, 64, 128) and not c.symmetric for c in (k, v))
-    kivi = groups and (k.group_dim, v.group_dim) == (-2, -1) and k.name != "int8"
-    return f"kivi{k.bits}" if kivi else None
+        return own if per_token and len(scales) == 1 and (False, False) not in scales else None
+    if per_token and own is not None:
+        return own
+    groups = isinstance(k, IntCodec) and all(c.group in (16, 32, 64, 128) and not c.symmetric for c in (k, v))
+    kivi = f"kivi{k.bits}" if groups and (k.group_dim, v.group_dim) == (-2, -1) else None
+    return kivi if kivi in KERNELS else None
 
 
 def _kernel_layout(store: Tensor, step: Step) -> Tensor:

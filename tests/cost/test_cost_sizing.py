@@ -164,7 +164,7 @@ M, H = "llama-3.1-8b", "h100-sxm"
 REFUSED = [
     (lambda: size("llama-3.1-8", H), "near: llama-3.1-8b"),
     (lambda: size(M, "h100"), "near: h100-sxm, h100-pcie"),
-    (lambda: size("zzzz", H), "known: llama-2-7b"),
+    (lambda: size("zzzz", H), f"known: {next(iter(models))}"),
     (lambda: size(M, H, batch=0), "batch must be a positive integer, got 0"),
     (lambda: size(M, H, context=0), "context must be a positive integer"),
     (lambda: size(M, H, devices=-1), "devices"),
@@ -212,7 +212,7 @@ def test_refused_in_one_line(call, message):
 
 # The tests check annotations on every call; these run without that, as in a reader's session.
 ILL_TYPED = {
-    "models[3]": "unknown model 3; known: llama-2-7b",
+    "models[3]": f"unknown model 3; known: {next(iter(models))}",
     "size(3, 't4')": "model must be a ModelSpec or a name, got int",
     "size('phi-4', None)": "hardware must be a HardwareSpec or a name, got NoneType",
     "size('phi-4', 't4', context=8.5)": "size: context must be a positive integer, got 8.5",

@@ -7,6 +7,7 @@ import jaxtyping
 import pytest
 import torch
 
+from companion import formats
 from companion.cost import bits_per_value
 from companion.quantize import NAMES, QuantizedTensor, codec
 
@@ -78,7 +79,7 @@ def test_nothing_stored_keeps_something_larger_alive():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("group_dim", [-1, -2])
 def test_shapes_of_codes_and_scales(name, group_dim):
-    group = {"nvfp4": 16, "mxfp4": 32}.get(name, 8)
+    group = formats.get(name).group or 8
     c = codec(name, group=group, group_dim=group_dim)
     x = rand(2, 3, 64, 96)
     qt = c.quantize(x)
