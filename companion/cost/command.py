@@ -13,7 +13,7 @@ from ..checks import plain
 from ..formats import BF16
 from .answer import VERSION, Sizing, schema
 from .checkpoint import Source, find_source, with_weights
-from .deployment import Deployment, Own, options
+from .deployment import Deployment, Own, note, options
 from .engines import vllm_flags
 from .levers import deployment_crossings, deployment_levers
 from .plot import contexts_for, stack, svg
@@ -60,17 +60,15 @@ class _Schema(argparse.Action):
 
 def _option(add: Callable[..., Any], asked: Any) -> None:
     """One field of `Deployment` or `Own` as an option: type, choices, default and help from its metadata."""
-    meta, default = asked.metadata, asked.default
-    shown = f"{default:g}" if isinstance(default, float) else default
-    note = meta.get("note", None if default is None else f"default {shown}")
+    meta, said = asked.metadata, note(asked)
     add(
         meta.get("flag", "--" + asked.name.replace("_", "-")),
         dest=asked.name,
         type=_typed(meta["read"]) if meta["unit"].endswith(("BYTES", "/s")) else meta["read"],
-        default=None if meta.get("unset") else default,
+        default=None if meta.get("unset") else asked.default,
         choices=meta.get("choices"),
         metavar=meta["unit"] or None,
-        help=meta["means"] + (f" ({note})" if note else ""),
+        help=meta["means"] + (f" ({said})" if said else ""),
     )
 
 

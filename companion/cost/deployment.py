@@ -1,7 +1,7 @@
 """Everything that can be asked of `size`, once: each field with its meaning, its unit and its check.
 
-The options of the command, the schema of its JSON, the levers and the comparison are derived from it. A new
-option is a field here, and its use in `companion.cost.sizing`.
+The options of the command, the schema of its JSON, the levers, the comparison and the form of the pages are
+derived from it. A new option is a field here, and its use in `companion.cost.sizing`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from fractions import Fraction
 from typing import Any
 
 from ..checks import choice, positive, whole
-from ..formats import BF16, bits_per_value
+from ..formats import BF16, FP8, FP32, INT4_G128, INT8_G32, KIVI2, KIVI4, MXFP4, NVFP4, bits_per_value
 from .memory import SHARDINGS, parameters
-from .registry import HardwareSpec, resolve_hardware, resolve_model
+from .registry import HardwareSpec, hardware, models, resolve_hardware, resolve_model
 from .spec import ModelSpec
 
 PAGES = ("exact", "grouped", "unified")  # how an engine stores sliding layers: `companion.cost.engines`
@@ -96,15 +96,35 @@ def ask(default: Any, means: str, *, group: str, read: Any, unit: str = "", **mo
     choices       what is accepted, if that is a few words
     flag          the command's option where it is another than the name
     unset         True: the command must know whether it was given, so its default there is None
+    note          what holds where it is not asked, if the default alone doesn't say it
+    label         a page's word for it, where that is another than the name
+    levels        where a page has a slider, what it walks through
+    offered       what a page has to choose from, if more than that is accepted
     """
     return field(
         default=default, metadata={"means": means, "group": group, "read": read, "unit": unit, **more}
     )
 
 
+def _named(label: str, table: Any) -> Any:
+    """What has no default: a name in a table."""
+    means = f"a {label.lower()} that is known by name"
+    return field(metadata={"means": means, "note": "", "label": label, "offered": table})
+
+
+def note(asked: Any) -> str:
+    """What holds where a field is not asked; "" where there is no more to say."""
+    default = f"{asked.default:g}" if isinstance(asked.default, float) else asked.default
+    return asked.metadata.get("note", "" if default is None else f"default {default}")
+
+
 _LOAD, _FORMATS, _DEVICES, _ENGINE = "load", "formats", "several devices", "the engine, as assumptions"
 _BYTES = {"read": bytes_of, "unit": "BYTES"}
 _RATE = {"read": rate_of, "unit": "BYTES/s", "check": _rate}
+_WEIGHTS = tuple(f.name for f in (FP32, BF16, FP8, INT8_G32, INT4_G128, NVFP4, MXFP4))
+_CACHE = tuple(f.name for f in (FP32, BF16, FP8, INT8_G32, INT4_G128, NVFP4, KIVI4, KIVI2))
+_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+_TOKENS = (64, 128, 256, 512, *(1024 * n for n in _BATCHES if n <= 1024))
 
 
 @dataclass(frozen=True)
@@ -116,40 +136,45 @@ class Deployment:
     prints. Raises ValueError naming the argument.
     """
 
-    model: ModelSpec | str
-    hardware: HardwareSpec | str
-    batch: int = ask(1, "sequences at once", group=_LOAD, read=int, check=_count())
-    context: int = ask(
-        8192, "tokens cached for each, prompt and answer", group=_LOAD, read=int, check=_count()
+    model: ModelSpec | str = _named("Model", models)
+    hardware: HardwareSpec | str = _named("Device", hardware)
+    batch: int = ask(
+        1, "sequences at once", group=_LOAD, read=int, check=_count(), label="Sequences", levels=_BATCHES
     )
+    context: int = ask(
+        8192, "tokens cached for each, prompt and answer", group=_LOAD, read=int, unit="TOKENS",
+        check=_count(), label="Tokens of each", levels=_TOKENS,
+    )  # fmt: skip
     weights: Any = ask(
         BF16.name, "format of the weights, or bits per value", group=_FORMATS, read=format_of, unset=True,
-        note="default: as the file says, else bf16",
+        note="default: as the file says, else bf16", label="Weights in", offered=_WEIGHTS,
     )  # fmt: skip
     weights_bytes: int | None = ask(
         None, "this figure instead of the counted one, e.g. 140GB: all weights in as many bits",
-        group=_FORMATS, check=_count(), **_BYTES,
+        group=_FORMATS, check=_count(), label="Weights, as a figure", **_BYTES,
     )  # fmt: skip
     experts: Any = ask(
-        None,
-        "another format for the routed experts, e.g. mxfp4",
-        group=_FORMATS,
-        read=format_of,
-        check=_stored,
-    )
+        None, "another format for the routed experts, e.g. mxfp4", group=_FORMATS, read=format_of,
+        check=_stored, note="default: as the weights are", label="Experts in", offered=_WEIGHTS,
+    )  # fmt: skip
     kv: Any = ask(
-        BF16.name, "format of the cache, or bits per value", group=_FORMATS, read=format_of, check=_stored
-    )
+        BF16.name, "format of the cache, or bits per value", group=_FORMATS, read=format_of, check=_stored,
+        label="Cache in", offered=_CACHE,
+    )  # fmt: skip
     devices: int | None = ask(
-        None, "devices that hold it together, each an equal part", group=_DEVICES, read=int, note="default 1"
-    )
+        None, "devices that hold it together, each an equal part", group=_DEVICES, read=int, note="default 1",
+        label="How many", offered=(1, 2, 4, 8, 16),
+    )  # fmt: skip
     tensor: int | None = ask(
-        None, "instead: tensor-parallel ranks, counted one by one", group=_DEVICES, read=int
+        None, "instead: tensor-parallel ranks, counted one by one", group=_DEVICES, read=int,
+        label="Tensor ranks",
+    )  # fmt: skip
+    expert: int | None = ask(
+        None, "groups of them that divide experts and batch", group=_DEVICES, label="Expert groups", read=int
     )
-    expert: int | None = ask(None, "groups of them that divide experts and batch", group=_DEVICES, read=int)
     kv_sharding: str = ask(
-        "heads", "with --devices: how they divide the cache", group=_DEVICES, read=str, choices=SHARDINGS,
-        check=_one_of(SHARDINGS),
+        "heads", "where devices are given: how they divide the cache", group=_DEVICES, read=str,
+        choices=SHARDINGS, check=_one_of(SHARDINGS), label="Cache divided by",
     )  # fmt: skip
     link_bandwidth: float | None = ask(
         None, "that leave a device for others; without it exchanges take no time", group=_DEVICES, **_RATE
@@ -180,7 +205,7 @@ class Deployment:
     )  # fmt: skip
     compute_dtype: Any = ask(
         None, "format of the products", group=_ENGINE, read=str, unit="FORMAT", flag="--compute",
-        note="default: the device's",
+        note="default: the device's", label="Products in",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

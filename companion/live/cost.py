@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from typing import Any
 
+from ..checks import choice
 from ..cost import (
+    Deployment,
     HardwareSpec,
     ModelSpec,
     RoutingSpec,
@@ -19,6 +22,7 @@ from ..cost import (
     sizing,
     step,
 )
+from ..cost.deployment import note, options
 from ..cost.registry import resolve_hardware, resolve_model
 
 POINTS = 64
@@ -113,6 +117,70 @@ def _experts(model, hardware, batch, batches, context=1024, weights="bf16", expe
     }
 
 
+# --- forms: what a page asks, from the fields of `Deployment` ---------------------------------------------
+
+_FIRST: dict[str, Any] = {"model": {"value": "llama-3.1-8b"}, "hardware": {"value": "h100-sxm"}}
+# The fields with which an operation's form begins: where they stand at first, and other words for them.
+FORMS: dict[str, dict[str, dict[str, Any]]] = {
+    "bill": {
+        **_FIRST, "model": {"value": "llama-3.1-70b"}, "devices": {"value": "8"}, "batch": {"value": 8},
+        "context": {"value": 32768}, "weights": {}, "kv": {},
+    },
+    "roofline": {**_FIRST, "batch": {"value": 32}, "context": {}, "weights": {}, "kv": {}},
+    "experts": {
+        "model": {"value": "qwen3-30b-a3b", "options": [name for name, m in models.items() if m.moe]},
+        "hardware": {"value": "h200-sxm"}, "batch": {"value": 64, "label": "Users at once"},
+        "context": {"value": 1024}, "experts": {"value": "bf16"}, "weights": {"label": "Other weights in"},
+    },
+}  # fmt: skip
+
+
+def _field(asked: Any, said: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One field as a page draws it: a slider with `levels`, a list with `options`, else a text.
+
+    said   what the form itself says of it; without that it is "" at first, which means: not asked
+    """
+    meta, default, first = asked.metadata, asked.default, said is not None
+    empty = ", ".join(filter(None, (meta.get("unit", "").lower(), note(asked)))) or "not asked"
+    names = [str(name) for name in meta.get("offered", meta.get("choices", ())) if first or name != default]
+    row = {"name": asked.name, "help": meta["means"], "unit": meta.get("unit", ""), "empty": empty}
+    row |= {"label": meta.get("label", asked.name.replace("_", " ").capitalize())}
+    row |= {"value": default if first else ""}
+    if first and "levels" in meta:
+        row["levels"] = meta["levels"]
+    elif names:
+        row["options"] = ([] if first and default else [{"value": "", "label": empty}]) + names
+    return row | (said or {})
+
+
+def form(of: str) -> dict[str, Any]:
+    """What a page asks for an operation: the fields that it begins with, and by their groups all others.
+
+    The bill takes a whole `companion.cost.Deployment`, so a field that comes there comes here.
+    """
+    first, more = FORMS[choice("of", of, FORMS)], {}
+    known = {asked.name: asked for asked in fields(Deployment)}
+    for asked in options(Deployment) if of == "bill" else ():
+        if asked.name not in first:
+            more.setdefault(asked.metadata["group"], []).append(_field(asked))
+    return {"first": [_field(known[name], said) for name, said in first.items()], "more": more}
+
+
+def _filled(given: dict[str, Any]) -> dict[str, Any]:
+    """What was written into a form, read as the command reads it; what is empty was not asked."""
+    read = {asked.name: asked.metadata["read"] for asked in options(Deployment)}
+    out = {name: value for name, value in given.items() if name not in read or value != ""}
+    for name, value in out.items():
+        if isinstance(value, str) and name in read:
+            try:
+                out[name] = read[name](value)
+            except ValueError as error:
+                kind = {int: "a whole number", float: "a number"}.get(read[name])
+                said = f" must be {kind}, got {value!r}" if kind else f": {error}"
+                raise ValueError(name + said) from None
+    return out
+
+
 OPS: dict[str, Callable] = {
     "active_parameters": memory.active_parameters,
     "bill": _bill,
@@ -121,11 +189,11 @@ OPS: dict[str, Callable] = {
     "decode_step": lambda **a: step.decode_step(**a).to_dict(),
     "experts": _experts,
     "experts_touched": memory.experts_touched,
+    "form": form,
     "hardware": _list(hardware),
     "intensity": flops.intensity,
     "kv_bytes": memory.kv_bytes,
     "kv_bytes_per_token": memory.kv_bytes_per_token,
-    "mixtures": lambda: [name for name, m in models.items() if m.moe],
     "models": _list(models),
     "parameters": lambda **a: memory.parameter_count(**a).to_dict(),
     "prefill": lambda **a: step.prefill(**a).to_dict(),
@@ -148,7 +216,7 @@ def _reply(request: str):
     if isinstance(data.get("hardware"), Mapping):
         device = data["hardware"]
         data["hardware"] = HardwareSpec(**{"name": "this machine", "device_bytes": None, **device})
-    return OPS[op](**data)
+    return OPS[op](**(_filled(data) if op in FORMS else data))
 
 
 def live(request: str) -> str:
@@ -160,7 +228,8 @@ def live(request: str) -> str:
         {"op": "models"}
 
     Keys besides "op" are the function's arguments by name. `model` may be a configuration, `hardware` an
-    object of HardwareSpec's fields. "models" lists the names, with "name" it gives one row. The reply:
+    object of HardwareSpec's fields. "models" lists the names, with "name" it gives one row. "form" tells what
+    an operation asks, its name in "of"; that may be sent as it was written, "450GB/s", or "". The reply:
 
         {"ok": true, "result": ...}
         {"ok": false, "error": "..."}

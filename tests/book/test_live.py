@@ -23,7 +23,9 @@ SETTINGS = 52  # of each part; the first is where it starts
 
 
 def number(settings):
-    return {k: int(v) if k in ("batch", "context", "devices") else v for k, v in settings.items()}
+    """What a reader asks, without what is left empty."""
+    counts = ("batch", "context", "devices", "tensor", "expert", "block_size")
+    return {k: int(v) if k in counts else v for k, v in settings.items() if v}
 
 
 def memory_bill(settings):
@@ -53,6 +55,35 @@ def experts(settings):
     return shown | {f"{row}.{key}": result["now"][row][key] for row, key in rows}
 
 
+DRAWN = """Object.fromEntries([...part.querySelectorAll('select, input')].map(n => [
+    n.id.replace(part.dataset.live + '-', ''), {
+        label: n.labels[0].textContent,
+        help: document.getElementById(n.getAttribute('aria-describedby')).textContent,
+        options: n.options ? [...n.options].map(o => [o.value, o.textContent]) : null,
+        last: n.type === 'range' ? +n.max : null,
+        empty: n.type === 'text' ? n.placeholder : null,
+        folded: !n.checkVisibility(),
+    }]))"""
+
+
+def described(of):
+    """What a page draws of the form that Python describes."""
+    first, more = (ask("form", of=of)[key] for key in ("first", "more"))
+    rows = {}
+    for row in first + sum(more.values(), []):
+        options, text = row.get("options"), not ("options" in row or "levels" in row)
+        rows[row["name"]] = {
+            "label": row["label"],
+            "help": row["help"],
+            "options": options
+            and [[o["value"], o["label"]] if isinstance(o, dict) else [o, o] for o in options],
+            "last": len(row["levels"]) - 1 if "levels" in row else None,
+            "empty": row["empty"] if text else None,
+            "folded": row not in first,
+        }
+    return rows
+
+
 def ask(op, **arguments):
     reply = json.loads(cost.live(json.dumps({"op": op, **arguments})))
     assert reply["ok"], reply
@@ -64,6 +95,7 @@ PARTS = {
     "roofline": ("notebooks/05_roofline", roofline),
     "experts": ("notebooks/13_moe", experts),
 }
+FORMS = {"memory-bill": "bill", "roofline": "roofline", "experts": "experts"}
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -81,6 +113,7 @@ def test_a_part_by_keyboard_agrees_with_python(name, browser, site):
             "focus was lost"
         )
         assert accessible(walk) == []
+        assert walk.js(DRAWN) == described(FORMS[name])
         settings = walk.settings()
         while len(seen) < SETTINGS:
             assert walk.values() == expected(settings), settings
@@ -143,6 +176,49 @@ def test_an_address_with_a_setting_starts_the_part(browser, site):
             f"(r => r.top < innerHeight && r.bottom > 0)({walk.root}.getBoundingClientRect())"
         )  # in sight
         assert tab.visit.errors == []
+
+
+def test_what_is_folded_away_is_written_by_keyboard(browser, site):
+    page, expected = PARTS["memory-bill"]
+    with browser.tab(f"{site}{page}.html") as tab:
+        walk = Walk(tab, "memory-bill").start()
+        start, before = walk.settings(), walk.values()
+        rest = "getComputedStyle([...part.querySelectorAll('.live-legend li')].at(-1)).display !== 'none'"
+        assert not walk.js(rest)
+
+        def put(name, text):
+            walk.focus(f"memory-bill-{name}")
+            tab.press("Control+a", "Delete")
+            tab.page.keyboard.type(text)
+            tab.press("Tab")
+            walk.settled()
+
+        walk.focus("memory-bill-more")
+        tab.press("Enter")
+        assert accessible(walk) == []
+        put("overhead_bytes", "10GB")
+        walk.focus("memory-bill-pages")
+        tab.press("End")
+        asked = start | {"overhead_bytes": "10GB", "pages": "unified"}
+        assert walk.settled().settings() == asked and walk.values() == expected(asked)
+        assert walk.values()["max_batch"] < before["max_batch"] and walk.js(rest)
+
+        put("tensor", "three")
+        assert "tensor" in walk.says() and "'three'" in walk.says() and walk.values() == expected(asked)
+        put("tensor", "8")
+        put("link_bandwidth", "450 GB/s")
+        asked |= {"tensor": "8", "link_bandwidth": "450 GB/s"}
+        assert walk.values() == expected(asked)
+        tab.until(saved("memory-bill", asked))
+        address, shown = tab.evaluate("location.href"), walk.values()
+        tab.goto("about:blank")
+        tab.goto(address)
+        assert walk.running().settings() == asked and walk.values() == shown
+        assert walk.js("part.querySelector('details').open")
+        walk.js("part.querySelector('summary').focus()")
+        put("tensor", "")
+        assert walk.settings() == {k: v for k, v in asked.items() if k != "tensor"}
+        assert accessible(walk) == [] and tab.visit.errors == []
 
 
 FORMATS = """import(new URL('live/ui.mjs', SITE)).then(({ format }) =>

@@ -210,9 +210,9 @@ def share(tab, walks):
         walk.focus(f"{walk.name}-batch")
         tab.press("End")
     batches = [walk.settled().settings()["batch"] for walk in walks]
-    assert batches == ["512", "4096", "4096"]
+    assert batches == ["4096", "4096", "4096"]
     told = "[...new URLSearchParams(location.hash.slice(1))].filter(([key]) => key.endsWith('.batch'))"
-    tab.until(f"{told}.map(([, value]) => value).join() === '512,4096,4096'")
+    tab.until(f"{told}.map(([, value]) => value).join() === '4096,4096,4096'")
     assert len([r for r in tab.visit.requests if "pyodide.asm.wasm" in r]) == 1
     ids = tab.evaluate("[...document.querySelectorAll('[id]')].map(n => n.id)")
     assert len(ids) == len(set(ids)), "two elements have one id"

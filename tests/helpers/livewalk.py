@@ -63,8 +63,12 @@ class Walk:
         assert float(found[1].removesuffix("px")) >= 2 and found[2] != "none", f"{id} shows no focus"
 
     def settings(self) -> dict[str, str]:
-        """What the controls are set to, as a reader of the page sees it: by the last part of their ids."""
-        return self.js("""Object.fromEntries([...part.querySelectorAll('select, input')].map(n => [
+        """What the controls are set to, as a reader of the page sees it: by the last part of their ids.
+
+        Of those that are folded away, only what was set.
+        """
+        return self.js("""Object.fromEntries([...part.querySelectorAll('select, input')]
+            .filter(n => n.value || !n.closest('details')).map(n => [
             n.id.replace(part.dataset.live + '-', ''),
             n.type === 'range' ? n.parentElement.querySelector('output').dataset.value : n.value]))""")
 
@@ -79,7 +83,8 @@ class Walk:
 
     def shuffle(self, rng: random.Random, controls: int = 2) -> dict[str, str]:
         """Move some of the controls, by keys alone, and wait for the result; the new settings."""
-        kinds = self.js("[...part.querySelectorAll('select, input')].map(n => [n.id, n.type])")
+        kinds = self.js("""[...part.querySelectorAll('select, input')].filter(n => n.checkVisibility())
+            .map(n => [n.id, n.type])""")
         for id, kind in rng.sample(kinds, min(controls, len(kinds))):
             self.focus(id)
             if rng.random() < 0.3:

@@ -36,13 +36,14 @@ def test_live_answers_what_the_functions_answer():
 def test_every_op_answers_and_every_reply_is_json(op):
     arguments = {
         "model": "mixtral-8x7b", "hardware": "h200-sxm", "batch": 2, "context": 10, "tokens": 10,
-        "device_bytes": 10**11, "contexts": [1, 2], "batches": [1, 2],
+        "of": "experts", "device_bytes": 10**11, "contexts": [1, 2], "batches": [1, 2],
     }  # fmt: skip
     wanted = {
         "bill": ["model", "hardware", "contexts"], "experts": ["model", "hardware", "batch", "batches"],
-        "mixtures": [], "roofline": ["model", "hardware", "batch", "context", "batches"],
+        "roofline": ["model", "hardware", "batch", "context", "batches"],
         "budget": ["model", "device_bytes", "contexts"], "decode_flops": ["model", "context"],
         "decode_step": ["model", "hardware"], "experts_touched": ["model", "batch"], "hardware": [],
+        "form": ["of"],
         "intensity": ["model", "batch", "context"], "kv_bytes": ["model", "tokens"], "models": [],
         "prefill": ["model", "hardware", "tokens"], "prefill_flops": ["model", "tokens"],
         "size": ["model", "hardware"],

@@ -76,7 +76,6 @@ def test_the_chapters_numbers():
     row = ask("experts", model="qwen3-30b-a3b", hardware="h200-sxm", batch=64, batches=[1])["result"]["now"]
     assert round(row["mixture"]["weights_bytes"] / 1e9, 1) == 59.5
     assert [round(1e3 * row[k]["seconds"], 1) for k in ("mixture", "total")] == [13.7, 13.9]
-    assert ask("mixtures")["result"] == MIXTURES
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
 // What a step of a mixture of experts reads: experts touched against batch, and its dense twins.
-const K = 1024;
-const BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096];
-const CONTEXTS = [128, 512, ...[1, 2, 4, 8, 16, 32, 64, 128].map((n) => n * K)];
-const FORMATS = ["bf16", "fp8", "int4-g128", "mxfp4"];
 const ROWS = [
   ["mixture", "the mixture", "weights", false],
   ["active", "dense twin, active parameters", "neutral", true],
@@ -13,28 +9,14 @@ export const title = "Experts touched";
 
 export async function start({ host, call, state, save, ui }) {
   const { el, format } = ui;
-  const [models, devices] = await Promise.all([call("cost", { op: "mixtures" }), call("cost", { op: "hardware" })]);
-  const now = {
-    model: ui.among(models, state.model, "qwen3-30b-a3b"),
-    hardware: ui.among(devices, state.hardware, "h200-sxm"),
-    batch: ui.member(BATCHES, state.batch, 64),
-    context: ui.member(CONTEXTS, state.context, K),
-    weights: ui.among(FORMATS, state.weights, "bf16"),
-    experts: ui.among(FORMATS, state.experts, "bf16"),
-  };
-  const { pick, slide } = ui.controls("experts", now, () => {
-    save(now);
+  const form = ui.form("experts", await call("cost", { op: "form", of: "experts" }), state, () => {
+    save(form.told());
     update();
   });
+  const { now } = form, batches = form.levels("batch");
   const cells = el("div", { class: "live-cells", role: "img" });
   host.append(
-    el("div", { class: "live-controls" },
-      pick("model", "Model", models),
-      pick("hardware", "Device", devices),
-      slide("batch", "Users at once", BATCHES, format.number),
-      slide("context", "Tokens of each", CONTEXTS, format.tokens),
-      pick("experts", "Experts in", FORMATS),
-      pick("weights", "Other weights in", FORMATS)),
+    form.first,
     el("p", { class: "live-caption" }, "The experts of one layer; filled: touched by a step, on average."),
     cells,
     ui.legend(ROWS.map(([, label, kind]) => [kind, label])),
@@ -53,7 +35,7 @@ export async function start({ host, call, state, save, ui }) {
     const ticks = Array.from({ length: 36 }, (_, i) => [1, 2, 5].map((m) => m * 10 ** (i - 18))).flat();
     const chart = ui.chart({
       width,
-      x: { from: BATCHES[0], to: BATCHES.at(-1), ticks: [1, 4, 16, 64, 256, 1024, 4096], label: "users at once", text: format.number },
+      x: { from: batches[0], to: batches.at(-1), ticks: [1, 4, 16, 64, 256, 1024, 4096], label: "users at once", text: format.number },
       y: { from: Math.min(...all) / 1.3, to: Math.max(...all) * 1.3, ticks, label, text },
       label: `${label} against users at once. At ${format.number(now.batch)}: ${ROWS.map(([name, words]) => `${words} ${text(last.now[name][key])}`).join(", ")}.`,
     });
@@ -70,7 +52,7 @@ export async function start({ host, call, state, save, ui }) {
   }
 
   const update = ui.latest(host, async () => {
-    last = await call("cost", { op: "experts", ...now, batches: BATCHES });
+    last = await call("cost", { op: "experts", ...form.asked(), batches });
     const at = last.now;
     fillCells(last);
     redraw.forEach((again) => again());

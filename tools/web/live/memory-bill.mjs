@@ -1,60 +1,37 @@
 // The memory bill: what one device holds, and the line of what it has.
-const K = 1024;
-const BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512];
-const CONTEXTS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024].map((n) => n * K);
-const BARS = [4, 16, 32, 64, 128, 256].map((n) => n * K);
-const DEVICES = ["1", "2", "4", "8", "16"];
-const WEIGHTS = ["fp32", "bf16", "fp8", "int8-g32", "int4-g128", "nvfp4", "mxfp4"];
-const CACHE = ["fp32", "bf16", "fp8", "int8-g32", "nvfp4", "kivi4", "kivi2"];
+const BARS = [4, 16, 32, 64, 128, 256].map((n) => n * 1024);
 const BOUND = {
   "memory: capacity": "It does not fit: memory gives out first.",
   "memory: weights": "A decode step waits for the weights to be read.",
   "memory: cache": "A decode step waits for the cache to be read.",
   compute: "A decode step waits for its multiplications.",
+  communication: "A decode step waits for the devices to exchange what they have.",
+  overhead: "A decode step waits for its launches.",
 };
 
 export const title = "Memory bill";
 
 export async function start({ host, call, state, save, ui }) {
   const { el, format } = ui;
-  const [models, devices] = await Promise.all([call("cost", { op: "models" }), call("cost", { op: "hardware" })]);
-  const now = {
-    model: ui.among(models, state.model, "llama-3.1-70b"),
-    hardware: ui.among(devices, state.hardware, "h100-sxm"),
-    devices: ui.among(DEVICES, state.devices, "8"),
-    batch: ui.member(BATCHES, state.batch, 8),
-    context: ui.member(CONTEXTS, state.context, 32 * K),
-    weights: ui.among(WEIGHTS, state.weights, "bf16"),
-    kv: ui.among(CACHE, state.kv, "bf16"),
-  };
-  const { pick, slide } = ui.controls("memory-bill", now, () => {
-    save(now);
+  const form = ui.form("memory-bill", await call("cost", { op: "form", of: "bill" }), state, () => {
+    save(form.told());
     update();
   });
 
   const bars = el("div", { class: "live-bars", role: "img" });
-  host.append(
-    el("div", { class: "live-controls" },
-      pick("model", "Model", models),
-      pick("hardware", "Device", devices),
-      pick("devices", "How many", DEVICES),
-      slide("batch", "Sequences", BATCHES, format.number),
-      slide("context", "Tokens of each", CONTEXTS, format.tokens),
-      pick("weights", "Weights in", WEIGHTS),
-      pick("kv", "Cache in", CACHE)),
-    ui.legend([["weights", "weights"], ["cache", "cache"], ["limit", "memory of the device"]]),
-    bars,
-  );
+  const kinds = ui.legend([["weights", "weights"], ["cache", "cache"], ["limit", "memory of the device"], ["neutral", "activations and runtime"]]);
+  host.append(form.first, form.more, kinds, bars);
   const tell = ui.say(host), list = ui.facts(host), warn = el("ul", { class: "live-warnings" });
   host.append(warn);
 
   function bar(b, capacity, most, chosen) {
     const share = (bytes) => `${(100 * bytes) / most}%`;
     const part = (kind, key) => el("span", { class: `live-part live-${kind}`, style: `width: ${share(b[key])}`, "data-key": `${chosen ? "" : `${b.context}-`}${key}`, "data-value": b[key] });
+    const rest = share(b.bytes_per_device - b.weights_bytes_per_device - b.kv_bytes_per_device);
     return el("div", { class: chosen ? "live-bar live-chosen" : "live-bar" },
       el("span", { class: "live-bar-name" }, format.tokens(b.context)),
       el("span", { class: "live-bar-room" },
-        part("weights", "weights_bytes_per_device"), part("cache", "kv_bytes_per_device"),
+        part("weights", "weights_bytes_per_device"), part("cache", "kv_bytes_per_device"), el("span", { class: "live-part live-neutral", style: `width: ${rest}` }),
         el("span", { class: "live-limit", style: `left: ${share(capacity)}` })),
       el("span", { class: "live-bar-sum" }, `${format.decimal(b.bytes_per_device)}${b.fits ? "" : ", too much"}`));
   }
@@ -62,6 +39,7 @@ export async function start({ host, call, state, save, ui }) {
   function draw({ sizing: s, bars: rows }) {
     const most = Math.max(s.device_bytes, ...[s, ...rows].map((b) => b.bytes_per_device));
     bars.replaceChildren(bar(s, s.device_bytes, most, true), ...rows.map((b) => bar(b, s.device_bytes, most, false)));
+    kinds.lastChild.hidden = s.bytes_per_device === s.weights_bytes_per_device + s.kv_bytes_per_device;
     const each = s.devices > 1 ? "on each device" : "on the device";
     bars.setAttribute("aria-label", `Weights ${format.decimal(s.weights_bytes_per_device)} and cache ${format.decimal(s.kv_bytes_per_device)} ${each}, which has ${format.decimal(s.device_bytes)}; below it the same model and batch at ${rows.map((b) => format.tokens(b.context)).join(", ")} tokens.`);
     tell(`${s.fits ? "It fits" : "It does not fit"}: ${format.decimal(s.bytes_per_device)} of ${format.decimal(s.device_bytes)} ${each}. ${s.max_batch === 0 ? "Not one user of this length fits." : `${format.number(s.max_batch)} ${s.max_batch === 1 ? "user" : "users"} of this length would fit.`}`);
@@ -79,7 +57,7 @@ export async function start({ host, call, state, save, ui }) {
   }
 
   const update = ui.latest(host, async () => {
-    draw(await call("cost", { op: "bill", ...now, devices: Number(now.devices), contexts: BARS }));
+    draw(await call("cost", { op: "bill", ...form.asked(), contexts: BARS }));
   }, tell);
   await update();
 }

@@ -1,8 +1,4 @@
 // A roofline in which batch and context move the points of decoding and of prefill.
-const K = 1024;
-const BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096];
-const CONTEXTS = [64, 128, 256, 512, ...[1, 2, 4, 8, 16, 32, 64, 128].map((n) => n * K)];
-const FORMATS = ["fp32", "bf16", "fp8", "int4-g128"];
 const WAITS = {
   "memory: weights": "bytes: it waits for the weights",
   "memory: cache": "bytes: it waits for the cache",
@@ -12,28 +8,14 @@ const WAITS = {
 export const title = "Roofline";
 
 export async function start({ host, call, state, save, ui }) {
-  const { el, format } = ui;
-  const [models, devices] = await Promise.all([call("cost", { op: "models" }), call("cost", { op: "hardware" })]);
-  const now = {
-    model: ui.among(models, state.model, "llama-3.1-8b"),
-    hardware: ui.among(devices, state.hardware, "h100-sxm"),
-    batch: ui.member(BATCHES, state.batch, 32),
-    context: ui.member(CONTEXTS, state.context, 8 * K),
-    weights: ui.among(FORMATS, state.weights, "bf16"),
-    kv: ui.among(FORMATS, state.kv, "bf16"),
-  };
-  const { pick, slide } = ui.controls("roofline", now, () => {
-    save(now);
+  const { format } = ui;
+  const form = ui.form("roofline", await call("cost", { op: "form", of: "roofline" }), state, () => {
+    save(form.told());
     update();
   });
+  const { now } = form, batches = form.levels("batch");
   host.append(
-    el("div", { class: "live-controls" },
-      pick("model", "Model", models),
-      pick("hardware", "Device", devices),
-      slide("batch", "Sequences", BATCHES, format.number),
-      slide("context", "Tokens of each", CONTEXTS, format.tokens),
-      pick("weights", "Weights in", FORMATS),
-      pick("kv", "Cache in", FORMATS)),
+    form.first,
     ui.legend([["neutral", "the roof"], ["weights", "decode, a circle; the line: other batches"], ["compute", "prefill, a square"]]),
   );
   let last;
@@ -41,11 +23,11 @@ export async function start({ host, call, state, save, ui }) {
   const tell = ui.say(host), list = ui.facts(host);
 
   function plot({ device, ridge, decode, prefill, trace }, width) {
-    const from = 0.25, to = 2 ** 18, tens = Array.from({ length: 20 }, (_, i) => 10 ** i);
+    const from = 0.25, to = Math.max(2 ** 18, 2 * prefill.intensity), tens = Array.from({ length: 20 }, (_, i) => 10 ** i);
     const chart = ui.chart({
       width,
       height: Math.min(340, Math.max(240, width * 0.5)),
-      x: { from, to, ticks: [1, 10, 100, 1000, 10_000, 100_000], label: "intensity, FLOPs per byte", text: format.number },
+      x: { from, to, ticks: [1, 10, 100, 1000, 10_000, 100_000, 1_000_000], label: "intensity, FLOPs per byte", text: format.number },
       y: { from: (device.bandwidth * from) / 4, to: device.peak * 3, ticks: tens, label: "FLOP/s at most", text: (v) => format.big(v, "") },
       label: `Roofline of ${now.hardware}: ridge at ${format.short(ridge)} FLOPs per byte, flat at ${format.big(device.peak, "FLOP/s")}. Decode at ${format.short(decode.intensity)} FLOPs per byte, ${format.big(decode.flops_per_second, "FLOP/s")}. Prefill at ${format.short(prefill.intensity)}, ${format.big(prefill.flops_per_second, "FLOP/s")}.`,
     });
@@ -58,7 +40,7 @@ export async function start({ host, call, state, save, ui }) {
   }
 
   const update = ui.latest(host, async () => {
-    last = await call("cost", { op: "roofline", ...now, batches: BATCHES });
+    last = await call("cost", { op: "roofline", ...form.asked(), batches });
     const { device, ridge, decode, prefill, max_batch } = last;
     redraw();
     const room = now.batch <= max_batch ? "" : ` So many do not fit into this device, though: ${max_batch === 0 ? "not one does" : `at most ${format.number(max_batch)} do`}.`;

@@ -61,16 +61,55 @@ export function choose({ id, label, options, value, onChange }) {
   return row;
 }
 
-// Controls of a part whose setting is the object `now`: each moves one of its keys, and then calls changed().
-export function controls(part, now, changed) {
-  const made = (key, label) => ({ id: `${part}-${key}`, label, value: now[key] });
-  const set = (key) => (value) => {
-    now[key] = value;
+// A short text; `empty`: what stands there while nothing is written.
+export function write({ id, label, empty, value, onChange }) {
+  const input = el("input", { id, type: "text", placeholder: empty, maxlength: LONGEST, autocomplete: "off", spellcheck: "false" });
+  input.onchange = () => onChange?.(input.value.trim());
+  const row = el("div", { class: "live-row" }, el("label", { for: id }, label), input);
+  row.control = input;
+  row.set = (v) => {
+    input.value = v;
+  };
+  row.set(value);
+  return row;
+}
+const LONGEST = 40; // characters of a written text
+
+// The form that companion.live.cost describes: `first` are the rows that it begins with, `more` what is folded away.
+// `now` is the setting, "" where nothing is asked; asked() is what goes to Python, told() what the address says.
+export function form(part, { first, more }, state, changed) {
+  const fields = [...first, ...Object.values(more).flat()];
+  const said = new Set([...first.map((field) => field.name), ...Object.keys(state)]);
+  const allowed = ({ name, levels, options, value }) => {
+    if (levels) return member(levels, state[name], value);
+    return options ? among(options, state[name], value) : (state[name] ?? value).slice(0, LONGEST);
+  };
+  const now = Object.fromEntries(fields.map((field) => [field.name, allowed(field)]));
+  const set = (name) => (value) => {
+    now[name] = value;
+    said.add(name);
     changed();
   };
+  const control = ({ name, levels, unit, help, ...field }) => {
+    const given = { ...field, id: `${part}-${name}`, value: now[name] };
+    const text = unit === "TOKENS" ? format.tokens : format.number;
+    const row = levels ? range({ ...given, values: levels, text, onInput: set(name) })
+      : (field.options ? choose : write)({ ...given, onChange: set(name) });
+    row.append(el("small", { id: `${given.id}-help`, class: "live-help" }, help));
+    row.control.setAttribute("aria-describedby", `${given.id}-help`);
+    row.title = help;
+    return row;
+  };
+  const group = ([name, rows]) => el("fieldset", {}, el("legend", {}, name), el("div", { class: "live-controls" }, rows.map(control)));
+  const open = Object.values(more).flat().some((field) => now[field.name] !== "");
+  const chosen = (has) => Object.fromEntries(Object.entries(now).filter(has));
   return {
-    pick: (key, label, options) => choose({ ...made(key, label), options, onChange: set(key) }),
-    slide: (key, label, values, text) => range({ ...made(key, label), values, text, onInput: set(key) }),
+    now,
+    first: el("div", { class: "live-controls" }, first.map(control)),
+    more: el("details", { class: "live-more", open }, el("summary", { id: `${part}-more` }, "More assumptions"), Object.entries(more).map(group)),
+    levels: (name) => fields.find((field) => field.name === name).levels,
+    asked: () => chosen(([, value]) => value !== ""),
+    told: () => chosen(([name]) => said.has(name)),
   };
 }
 
