@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from ..checks import choice, positive, whole
-from ..formats import BF16, FP8, FP32, INT4_G128, INT8_G32, KIVI2, KIVI4, MXFP4, NVFP4, bits_per_value
+from ..formats import BF16, FORMATS, bits_per_value
 from .memory import SHARDINGS, parameters
 from .registry import HardwareSpec, hardware, models, resolve_hardware, resolve_model
 from .spec import ModelSpec
@@ -121,8 +121,6 @@ def note(asked: Any) -> str:
 _LOAD, _FORMATS, _DEVICES, _ENGINE = "load", "formats", "several devices", "the engine, as assumptions"
 _BYTES = {"read": bytes_of, "unit": "BYTES"}
 _RATE = {"read": rate_of, "unit": "BYTES/s", "check": _rate}
-_WEIGHTS = tuple(f.name for f in (FP32, BF16, FP8, INT8_G32, INT4_G128, NVFP4, MXFP4))
-_CACHE = tuple(f.name for f in (FP32, BF16, FP8, INT8_G32, INT4_G128, NVFP4, KIVI4, KIVI2))
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 _TOKENS = (64, 128, 256, 512, *(1024 * n for n in _BATCHES if n <= 1024))
 
@@ -147,7 +145,7 @@ class Deployment:
     )  # fmt: skip
     weights: Any = ask(
         BF16.name, "format of the weights, or bits per value", group=_FORMATS, read=format_of, unset=True,
-        note="default: as the file says, else bf16", label="Weights in", offered=_WEIGHTS,
+        note="default: as the file says, else bf16", label="Weights in", offered=FORMATS,
     )  # fmt: skip
     weights_bytes: int | None = ask(
         None, "this figure instead of the counted one, e.g. 140GB: all weights in as many bits",
@@ -155,11 +153,11 @@ class Deployment:
     )  # fmt: skip
     experts: Any = ask(
         None, "another format for the routed experts, e.g. mxfp4", group=_FORMATS, read=format_of,
-        check=_stored, note="default: as the weights are", label="Experts in", offered=_WEIGHTS,
+        check=_stored, note="default: as the weights are", label="Experts in", offered=FORMATS,
     )  # fmt: skip
     kv: Any = ask(
         BF16.name, "format of the cache, or bits per value", group=_FORMATS, read=format_of, check=_stored,
-        label="Cache in", offered=_CACHE,
+        label="Cache in", offered=FORMATS,
     )  # fmt: skip
     devices: int | None = ask(
         None, "devices that hold it together, each an equal part", group=_DEVICES, read=int, note="default 1",
