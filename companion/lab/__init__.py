@@ -8,53 +8,18 @@ The client, the fits, the verdicts and the report use the standard library only;
 model on this machine is measured.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .answers import Answer, Fault
-    from .client import Endpoint
-    from .fit import Estimate, line, mean, parabola, ratio
-    from .local import DecoderTarget, TransformersTarget, Variant
-    from .points import Point, Run, Shape, batch_points, context_points, pair_points, prefix_points, shuffled
-    from .probes import Probe, Stopwatch, hardware_from, probe
-    from .reports import write_report
-    from .studies import Study
-    from .targets import EndpointTarget
-    from .verdicts import Verdict
+from .answers import Answer, Fault
+from .client import Endpoint, EndpointTarget
+from .fit import Estimate, Verdict, line, mean, parabola, ratio, verdict
+from .points import Point, Run, Shape, batch_points, context_points, pair_points, prefix_points, shuffled
+from .probes import Probe, Stopwatch, hardware_from, probe
+from .reports import report, write_report
+from .studies import Study, sweep
 
-_HOMES = {
-    "Answer": "answers",
-    "DecoderTarget": "local",
-    "Endpoint": "client",
-    "EndpointTarget": "targets",
-    "Estimate": "fit",
-    "Fault": "answers",
-    "Point": "points",
-    "Probe": "probes",
-    "Run": "points",
-    "Shape": "points",
-    "Stopwatch": "probes",
-    "Study": "studies",
-    "TransformersTarget": "local",
-    "Variant": "local",
-    "Verdict": "verdicts",
-    "batch_points": "points",
-    "context_points": "points",
-    "hardware_from": "probes",
-    "line": "fit",
-    "mean": "fit",
-    "pair_points": "points",
-    "parabola": "fit",
-    "prefix_points": "points",
-    "probe": "probes",
-    "ratio": "fit",
-    "report": "reports",
-    "shuffled": "points",
-    "sweep": "studies",
-    "verdict": "verdicts",
-    "write_report": "reports",
-}
+if TYPE_CHECKING:
+    from .local import DecoderTarget, TransformersTarget, Variant
 
 __all__ = [
     "Answer",
@@ -91,8 +56,10 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in ("DecoderTarget", "TransformersTarget", "Variant"):
+        from . import local
+
+        return getattr(local, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

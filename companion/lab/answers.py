@@ -1,8 +1,10 @@
 """What came back for one request: its times, its tokens, and what went wrong."""
 
+import statistics
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from .points import Point, Run
 from .transport import Clock, EventStream, EventTooLong, Reply, TransportError, object_of, one_line, said
 
 # What a fault is called, and what it says to whoever reads the report.
@@ -19,6 +21,7 @@ FAULTS = {
     "loading": "the server is not ready",
     "server": "the server failed",
 }
+STATUS = {401: "unauthorized", 403: "unauthorized", 404: "missing", 429: "busy", 503: "loading"}  # HTTP's
 LATER = ("busy", "loading", "unreachable", "dropped", "server")  # worth another try after a while
 HOPELESS = ("unauthorized", "missing", "refused")  # the next request would fare no better
 
@@ -206,6 +209,18 @@ def read_body(reply: Reply, clock: Clock, timeout: float) -> bytes:
     return b"".join(parts)[:BODY]
 
 
+def refusal(reply: Reply, limits: Limits, key: str) -> Fault:
+    """Why a reply of another status than 200 is no answer."""
+    kind = STATUS.get(reply.status, "server" if reply.status >= 500 else "refused")
+    try:
+        detail = said(read_body(reply, limits.clock, limits.gap_timeout), key)
+    except TransportError as e:
+        detail = str(e)
+    if 300 <= reply.status < 400:
+        detail = "it points elsewhere, and that is not followed; give the address that it points to"
+    return Fault(kind, detail, reply.status)
+
+
 def _text(event: dict, answer: Answer) -> bool:
     """Whether this event carries generated text, which is added to the answer."""
     choices = event.get("choices")
@@ -219,3 +234,49 @@ def _text(event: dict, answer: Answer) -> bool:
     text = "".join(part for part in found if isinstance(part, str))
     answer.text += text
     return bool(text)
+
+
+MEANT = 64  # tokens that a chat's template has in common with every other; more of a cold prompt is a cache's
+
+
+def summary(point: Point, answers: list[Answer]) -> Run:
+    """One run out of the answers of a batch: medians of times, the rate while all of them were writing."""
+    if fault := next((a.fault for a in answers if a.fault), None):
+        return Run(fault=str(fault))
+    cached = [a.cached_tokens for a in answers if a.cached_tokens is not None]
+    prompts = [a.prompt_tokens for a in answers if a.prompt_tokens is not None]
+    if point.variant != "warm" and cached and max(cached) > max(MEANT, point.context // 10):
+        return Run(fault=f"the server's prefix cache answered for {max(cached)} tokens of a new prompt")
+    steps = [a.itl_s for a in answers if a.itl_s is not None]
+    notes = []
+    if len(prompts) < len(answers):
+        notes.append("the server reports no usage: lengths are the ones aimed at, tokens are events")
+    if any(a.merged for a in answers):
+        notes.append("the server merges tokens: times per token are averages")
+    if point.variant == "warm" and not cached:
+        notes.append("the server does not say what it had cached")
+    return Run(
+        ttft_s=statistics.median(a.ttft_s for a in answers),
+        itl_s=statistics.median(steps) if steps else None,
+        steps_s=[g for a in answers for g in a.gaps_s],
+        context=round(statistics.fmean(prompts)) if prompts else None,
+        tokens=sum(a.tokens for a in answers),
+        tokens_per_second=together(answers),
+        cached_tokens=max(cached) if cached else None,
+        note="; ".join(notes),
+    )
+
+
+def together(answers: list[Answer]) -> float | None:
+    """Tokens per second of all answers in the time when each of them was being written; None without such."""
+    if any(len(a.arrivals_s) < 2 for a in answers):
+        return None
+    begin = max(a.sent_s + a.arrivals_s[0] for a in answers)
+    end = min(a.finished_s for a in answers)
+    if end <= begin:
+        return None
+    tokens = 0.0
+    for a in answers:
+        inside = sum(begin < a.sent_s + t <= end for t in a.arrivals_s)
+        tokens += inside * a.tokens / len(a.arrivals_s) if a.merged else inside
+    return tokens / (end - begin)

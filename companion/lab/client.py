@@ -12,11 +12,14 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier, Lock
 
-from ..checks import near_names
-from .answers import HOPELESS, LATER, Answer, Fault, read_body, read_stream
+from ..checks import choice, near_names, whole
+from .answers import HOPELESS, LATER, Answer, Fault, read_body, read_stream, refusal, summary
+from .points import Point, Run, Shape, other_ending, prompt
 from .transport import (
+    PATHS,
     Clock,
     HTTPTransport,
     Reply,
@@ -24,13 +27,10 @@ from .transport import (
     Transport,
     TransportError,
     address,
-    said,
     seconds_to_wait,
 )
 
 KEY = "OPENAI_API_KEY"  # the environment variable that holds the key
-PATHS = {"chat": "/chat/completions", "completions": "/completions"}
-_STATUS = {401: "unauthorized", 403: "unauthorized", 404: "missing", 429: "busy", 503: "loading"}
 
 
 class Endpoint:
@@ -70,23 +70,15 @@ class Endpoint:
         max_wait: float = 120.0,
         limit: int = 16,
     ):
-        if api not in PATHS:
-            raise ValueError(f"api={api!r}; accepted: {', '.join(PATHS)}")
-        for name, least, value in (("retries", 0, retries), ("limit", 1, limit)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r}; need an integer of at least {least}")
-        limits = {
-            "connect_timeout": connect_timeout, "first_timeout": first_timeout, "gap_timeout": gap_timeout,
-            "total_timeout": total_timeout, "max_wait": max_wait,
-        }  # fmt: skip
-        for name, value in limits.items():
-            if not value > 0:
-                raise ValueError(f"{name}={value!r}; need seconds above 0")
         self.url, self._base, parts = address(url)
-        self.model, self.api, self.key_env = model, api, key_env
-        self.extra, self.limit, self.retries, self.max_wait = dict(extra or {}), limit, retries, max_wait
+        self.model, self.api, self.key_env = model, choice("api", api, PATHS), key_env
+        self.limit, self.retries = whole("limit", limit), whole("retries", retries, 0)
+        self.extra, self.max_wait = dict(extra or {}), max_wait
         self.connect_timeout, self.first_timeout = connect_timeout, first_timeout
         self.gap_timeout, self.total_timeout = gap_timeout, total_timeout
+        for name in ("connect_timeout", "first_timeout", "gap_timeout", "total_timeout", "max_wait"):
+            if not (value := getattr(self, name)) > 0:  # without end is accepted
+                raise ValueError(f"{name} must be seconds above 0, got {value!r}")
         self.clock = clock or SystemClock()
         self._transport = transport or HTTPTransport(parts)
         self._usage = True  # whether the server takes stream_options; one that refuses is not asked again
@@ -96,21 +88,12 @@ class Endpoint:
 
         Raises ValueError if it cannot be asked.
         """
-        found = []
+        found: list[bytes] = []
 
-        def once(answer: Answer) -> float | None:
-            reply, answer.fault = self._open("GET", "/models", None, answer)
-            if answer.fault:
-                return seconds_to_wait(reply) if reply else None
-            try:
-                found.append(read_body(reply, self.clock, self.gap_timeout))
-            except TransportError as e:
-                answer.fault = Fault(e.kind, str(e))
-            finally:
-                reply.close()
-            return None
+        def read(reply: Reply) -> None:
+            found.append(read_body(reply, self.clock, self.gap_timeout))
 
-        fault = self._patiently(once).fault
+        fault = self._patiently(lambda answer: self._exchange("GET", "/models", None, answer, read)).fault
         if fault and fault.kind == "missing":
             return None
         if fault:
@@ -138,14 +121,10 @@ class Endpoint:
 
     def ask(self, prompt: str, *, max_tokens: int, temperature: float = 0.0) -> Answer:
         """Send one prompt and time its answer. A fault is in the answer, never raised."""
-        if isinstance(max_tokens, bool) or max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens!r}; need an integer of at least 1")
-        body = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, "stream": True}
-        if self.api == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
-        else:
-            body["prompt"] = prompt
-        body |= self.extra
+        chat = [{"role": "user", "content": prompt}]
+        asked = {"messages": chat} if self.api == "chat" else {"prompt": prompt}
+        options = {"max_tokens": whole("max_tokens", max_tokens), "temperature": temperature}
+        body = {"model": self.model, "stream": True} | options | asked | self.extra
         return self._patiently(lambda answer: self._once(body, answer))
 
     def ask_all(
@@ -160,7 +139,7 @@ class Endpoint:
 
         Nothing more is sent once a fault shows that it would be in vain; what was not sent says so.
         """
-        if isinstance(concurrency, bool) or not 1 <= concurrency <= self.limit:
+        if whole("concurrency", concurrency) > self.limit:
             raise ValueError(f"concurrency={concurrency!r}; this endpoint's limit is 1 to {self.limit}")
         answers: list[Answer | None] = [None] * len(prompts)
         workers = min(concurrency, len(prompts))
@@ -207,30 +186,21 @@ class Endpoint:
 
     def _once(self, body: dict, answer: Answer) -> float | None:
         """Fill `answer`; returns the seconds that the server asked to wait for, if it did."""
+        read = partial(read_stream, answer=answer, limits=self, key=self._key())
         sent = body | ({"stream_options": {"include_usage": True}} if self._usage else {})
-        reply, answer.fault = self._open("POST", PATHS[self.api], sent, answer)
+        asked = self._exchange("POST", PATHS[self.api], sent, answer, read)
         refused = answer.fault and answer.fault.kind == "refused"
         if refused and self._usage and "stream_options" in answer.fault.detail:
             self._usage = False
-            reply, answer.fault = self._open("POST", PATHS[self.api], body, answer)
-        if answer.fault:
-            return seconds_to_wait(reply) if reply else None
-        try:
-            answer.fault = read_stream(reply, answer, self, self._key())
-        except TransportError as e:
-            n = len(answer.arrivals_s)
-            where = f"after {n} events with text" if n else "before the first token"
-            answer.fault = Fault(e.kind, f"{e}, {where}")
-        finally:
-            reply.close()
+            asked = self._exchange("POST", PATHS[self.api], body, answer, read)
         if answer.fault:
             answer.itl_s = answer.itl_low_s = answer.itl_high_s = None
-        return None
+        return asked
 
-    def _open(
-        self, method: str, path: str, body: dict | None, answer: Answer
-    ) -> tuple[Reply | None, Fault | None]:
-        """(reply, None), or (reply or None, fault): connect, send, read the status."""
+    def _exchange(
+        self, method: str, path: str, body: dict | None, answer: Answer, read: Callable[[Reply], Fault | None]
+    ) -> float | None:
+        """Connect, send, `read` what comes back; into `answer`. Returns the pause asked for, as `_once`."""
         headers = {"Accept": "text/event-stream" if body else "application/json", "Connection": "close"}
         headers["User-Agent"] = "what-a-token-costs"
         if key := self._key():
@@ -238,31 +208,80 @@ class Endpoint:
         data = None
         if body is not None:
             headers["Content-Type"], data = "application/json", json.dumps(body).encode()
-        connection = None
+        connection = reply = None
         try:
             started = self.clock.now()
             connection = self._transport.connect(self.connect_timeout)
             answer.sent_s = self.clock.now()
             answer.connect_s = answer.sent_s - started
-            reply = connection.request(method, self._base + path, headers, data, self.first_timeout)
+            try:
+                reply = connection.request(method, self._base + path, headers, data, self.first_timeout)
+            except ValueError:  # a key with a line break, or a character that no header may hold
+                why = f"the key in {self.key_env} is no text that a header can carry"
+                answer.fault = Fault("refused", why)
+                return None
+            answer.fault = read(reply) if reply.status == 200 else refusal(reply, self, key)
+            return seconds_to_wait(reply) if reply.status != 200 else None
         except TransportError as e:
+            n = len(answer.arrivals_s)
+            where = f", after {n} events with text" if n else ", before the first token"
+            answer.fault = Fault(e.kind, f"{e}{where if reply and body else ''}")
+            return None
+        finally:
             if connection:
-                connection.close()
-            return None, Fault(e.kind, str(e))
-        except ValueError:  # a key with a line break, or a character that no header may hold
-            connection.close()
-            return None, Fault("refused", f"the key in {self.key_env} is no text that a header can carry")
-        if reply.status == 200:
-            return reply, None
-        kind = _STATUS.get(reply.status, "server" if reply.status >= 500 else "refused")
-        try:
-            detail = said(read_body(reply, self.clock, self.gap_timeout), self._key())
-        except TransportError as e:
-            detail = str(e)
-        if 300 <= reply.status < 400:
-            detail = "it points elsewhere, and that is not followed; give the address that it points to"
-        reply.close()
-        return reply, Fault(kind, detail, reply.status)
+                (reply or connection).close()
 
     def _key(self) -> str:
         return os.environ.get(self.key_env, "").strip()
+
+
+class EndpointTarget:
+    """Measures through `endpoint`. Lengths are the server's own count of tokens.
+
+    shape: the model's, if it is known; with a device it gives predictions.
+    session: makes the prompts differ from those of any other session, an earlier one of this study included.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, shape: Shape | None = None, session: str = ""):
+        self.endpoint, self.session = endpoint, session
+        self.shapes = {} if shape is None else {"base": shape}
+        self._per_word, self._fixed = 1.0, 0.0  # tokens per word of a prompt, and beside its words
+        self._sent = 0
+
+    def describe(self) -> dict:
+        """Facts about what is measured, for the study's file: its kind, device and variants."""
+        facts = {"kind": "endpoint", "url": self.endpoint.url, "model": self.endpoint.model}
+        return facts | {"variants": {name: shape.to_dict() for name, shape in self.shapes.items()}}
+
+    def warm_up(self) -> None:
+        """Choose the model and count the tokens of two prompts, to aim at lengths. ValueError on a fault."""
+        self.endpoint.choose_model()
+        found = []
+        for words in (16, 144):
+            answer = self.endpoint.ask(self._prompt(words), max_tokens=2)
+            if answer.fault:
+                raise ValueError(f"endpoint {self.endpoint.url}: {answer.fault}")
+            found.append(answer.prompt_tokens)
+        if None not in found and found[1] > found[0]:
+            self._per_word = (found[1] - found[0]) / 128
+            self._fixed = found[0] - 16 * self._per_word
+
+    def measure(self, point: Point) -> Run:
+        """One run of `point`; where there is none, the run's `fault` says why."""
+        if not point.prompt:
+            return Run(fault="a server's cache cannot be filled from outside: points need prompt=True")
+        if point.batch > self.endpoint.limit:
+            return Run(fault=f"batch {point.batch} is more than the {self.endpoint.limit} requests allowed")
+        words = max(1, round((point.context - self._fixed) / self._per_word))
+        prompts = [self._prompt(words) for _ in range(point.batch)]
+        if point.variant == "warm":
+            known = self.endpoint.ask_all(prompts, max_tokens=1, concurrency=point.batch)
+            if fault := next((a.fault for a in known if a.fault), None):
+                return Run(fault=str(fault))
+            prompts = [other_ending(p, f"{self.session}{self._sent}") for p in prompts]
+        answers = self.endpoint.ask_all(prompts, max_tokens=point.new_tokens + 1, concurrency=point.batch)
+        return summary(point, answers)
+
+    def _prompt(self, words: int) -> str:
+        self._sent += 1
+        return prompt(words, f"{self.session}/{self._sent}")

@@ -1,19 +1,28 @@
 """`companion lab`: measure this machine or an endpoint, against predictions made first."""
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .. import machine as this_machine
-from .client import KEY, PATHS
-from .points import LOCAL, REMOTE, Point, Run, Sizes, chosen, plan
+from ..checks import whole
+from ..cost import HardwareSpec
+from ..cost.command import find_model
+from ..cost.registry import resolve_hardware
+from ..formats import bits_per_value
+from .client import KEY, Endpoint, EndpointTarget
+from .points import CPU, GPU, LOCAL, READ, REMOTE, SERVER, Point, Run, Shape, Sizes, chosen, plan
+from .probes import DTYPES, TORCH, probed
 from .reports import write_report
-from .studies import Study, read, sweep
-from .targets import targets_of
+from .studies import Study, Target, read, sweep
+from .transport import PATHS
 
 EXAMPLES = """examples:
   companion lab                                     the book's model on this CPU, about two minutes
@@ -50,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure this transformers model instead: a folder, or a name that is downloaded already",
     )
     a("--device", default="cpu", help="a torch device (default cpu)")
-    a("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="of the weights (default fp32)")
+    a("--dtype", default="fp32", choices=DTYPES, help="of the weights (default fp32)")
     a("--hardware", metavar="NAME", help="predict with this device; 'here' probes this one (see size --help)")
     far = parser.add_argument_group("an endpoint")
     a = far.add_argument
@@ -91,9 +100,8 @@ def run(args: argparse.Namespace) -> int:
         write_report(data, page)
         print(_as_json(data, [*data["sweeps"]], args.report, page) if args.json else page)
         return 0
-    for name, value in (("rounds", args.rounds), ("new-tokens", args.new_tokens), ("limit", args.limit)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    for name in ("rounds", "new-tokens", "limit"):
+        whole(name, getattr(args, name.replace("-", "_")))
     _one_target(args)
     sweeps = chosen(args.sweeps, REMOTE if args.endpoint or args.transformers else LOCAL)
     asked = _asked(args)
@@ -101,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
     page = study.path.with_suffix(".html")
     if study.resumed:
         print(f"going on with {study.path}", file=sys.stderr)
-    targets, sizes, device = targets_of(args, study)
-    sizes = Sizes(**(vars(sizes) | asked))
+    targets, sizes, device = _targets(args, study)
+    sizes = replace(sizes, **asked)
     try:
         for name in sweeps:
             target = targets(name)
@@ -168,6 +176,76 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     if not values or values[0] < 1:
         raise ValueError(f"{name} must be whole numbers of at least 1 between commas, got {text!r}")
     return values
+
+
+Targets = tuple[Callable[[str], Target], Sizes, HardwareSpec | None]
+
+
+def _targets(args: argparse.Namespace, study: Study) -> Targets:
+    """(the target of a sweep by its name, sizes that it takes, the device to predict with or None)."""
+    if args.endpoint:
+        return _remote(args, study)
+    import torch
+
+    from .local import TransformersTarget, pretrained, targets_here
+
+    like = {"dtype": getattr(torch, TORCH[args.dtype]), "device": args.device}
+    if args.transformers:
+        model, shape = pretrained(args.transformers, **like)
+        target, spec, small = TransformersTarget(model, shape), shape.spec, READ
+        targets = lambda name: target  # noqa: E731
+    else:
+        from ..model import load
+
+        decoder, _ = load(args.model or "smollm2-135m", **like)
+        targets, spec, small = targets_here(decoder), decoder.spec, CPU
+    on_cpu = torch.device(args.device).type == "cpu"
+    sizes = (small if on_cpu else GPU).within(spec.max_context, args.new_tokens)
+    formats = tuple(dict.fromkeys(["fp32", args.dtype])) if on_cpu else DTYPES
+    return targets, sizes, _hardware(args, study, formats)
+
+
+def _remote(args: argparse.Namespace, study: Study) -> Targets:
+    try:
+        extra = json.loads(args.extra)
+    except ValueError:
+        extra = None
+    if not isinstance(extra, dict):
+        raise ValueError(f"extra must be a JSON object, got {args.extra!r}")
+    for name in ("weights", "kv"):
+        bits_per_value(getattr(args, name), argument=name)
+    endpoint = Endpoint(
+        args.endpoint, args.model, key_env=args.key_env, api=args.api, extra=extra, limit=args.limit,
+        first_timeout=args.timeout, gap_timeout=args.timeout,
+    )  # fmt: skip
+    shape = None if args.spec is None else Shape(find_model(args.spec), args.weights, args.kv)
+    target = EndpointTarget(endpoint, shape=shape, session=secrets.token_hex(8))
+    endpoint.choose_model()
+    device = _hardware(args, study, ("fp32",)) if args.hardware else None
+    sizes = SERVER.within(shape.spec.max_context if shape else None, args.new_tokens + 1)
+    return (lambda name: target), sizes, device
+
+
+def _hardware(args: argparse.Namespace, study: Study, formats: Sequence[str]) -> HardwareSpec:
+    """The device to predict with: the one named, or this machine from rates that are kept in the study."""
+    if args.hardware and args.hardware != "here":
+        device = resolve_hardware(args.hardware)
+        if not args.endpoint and args.dtype not in device.flops:
+            known = ", ".join(device.flops)
+            raise ValueError(f"dtype={args.dtype!r}; {device.name} is known to compute in {known}")
+        study.note(hardware=_rates(device))
+        return device
+    if "hardware" not in study.data:
+        if importlib.util.find_spec("torch") is None:
+            raise ValueError("hardware 'here' needs torch to probe this machine with")
+        print("probing this machine", file=sys.stderr)
+        probes, device = probed("cpu" if args.endpoint else args.device, formats)
+        study.note(probes=[p.to_dict() for p in probes], hardware=_rates(device))
+    return HardwareSpec.measured(**study.data["hardware"])
+
+
+def _rates(device: HardwareSpec) -> dict:
+    return {"name": device.name, "bandwidth": device.bandwidth, "flops": dict(device.flops)}
 
 
 # Telling ----------------------------------------------------------------------------------------------

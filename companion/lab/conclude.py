@@ -4,15 +4,25 @@ Works on what the JSON file holds, so that a report can be made again from it al
 the same curve at the same contexts as the measurement: so a slope stands beside a slope, whatever the model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from .fit import Fit, line, mean, parabola, ratio
-from .verdicts import Verdict, verdict
+from .fit import Estimate, Fit, Verdict, line, mean, parabola, ratio, verdict
 
 FACTOR = 2.0  # a bound from bandwidth and peak is called right up to this many times the time
 BELOW = 0.8  # and not below this: what is faster than a bound shows that the bound is wrong
+SAME = {"low": 0.8, "high": 1.25, "expected": 1.0}  # two times that should be one, within a quarter
 NOT_PREDICTED = "no prediction: neither the device nor the model's shape is known (--hardware, --spec)"
+CLAIMS = (
+    ("itl", "slope", None, "A step takes longer the more tokens are cached"),
+    ("itl", "slope", 1 / FACTOR, 
+     "Each cached token adds the time of reading its bytes, within a factor of 2"),
+    ("itl", "intercept", BELOW,
+     "With an empty cache a step takes as long as reading the weights, at most twice that"),
+    ("ttft", "curvature", None, "TTFT grows faster than the prompt"),
+    ("ttft", "slope", BELOW,
+     "Each token of a short prompt takes as long as its multiplications, at most twice that"),
+)  # fmt: skip
 
 
 def conclude(sweep: str, entry: Mapping) -> dict:
@@ -36,76 +46,68 @@ def _context(entry: Mapping):
         "itl": _fit(steps, *itl[:2]), "itl predicted": _fit(steps, *itl[2:]),
         "ttft": _fit(parabola, *ttft[:2]), "ttft predicted": _fit(parabola, *ttft[2:]),
     }  # fmt: skip
-    runs, contexts = len(itl[0]), itl[0]
-    verdicts = [
-        _sign("A step takes longer the more tokens are cached", fits, "itl", "slope", runs, contexts),
-        _against(
-            "Each cached token adds the time of reading its bytes, within a factor of 2",
-            fits, "itl", "slope", runs, contexts, 1 / FACTOR,
-        ),
-        _against(
-            "With an empty cache a step takes as long as reading the weights, at most twice that",
-            fits, "itl", "intercept", runs, contexts, BELOW,
-        ),
-        _sign("TTFT grows faster than the prompt", fits, "ttft", "curvature", len(ttft[0]), ttft[0]),
-        _against(
-            "Each token of a short prompt takes as long as its multiplications, at most twice that",
-            fits, "ttft", "slope", len(ttft[0]), ttft[0], BELOW,
-        ),
-    ]  # fmt: skip
-    return fits, verdicts, {}
+    contexts = {"itl": itl[0], "ttft": ttft[0]}
+    return fits, [_judged(fits, contexts[what], what, *claim) for what, *claim in CLAIMS], {}
+
+
+def _judged(fits: dict, contexts: list, what: str, part: str, low: float | None, claim: str) -> Verdict:
+    """Whether a coefficient is `low` to FACTOR times that predicted; without low, whether above 0."""
+    fit, predicted = fits[what], fits[f"{what} predicted"]
+    band = {"low": 0.0} if low is None else {"low": low, "high": FACTOR}
+    if fit is None:
+        return verdict(claim, None, **band, missing=f"too few contexts with a measured {what.upper()}")
+    guess = predicted and predicted[part].value
+    band |= {"runs": len(contexts), "contexts": None if part == "intercept" else contexts}
+    if low is None:
+        unit = {"slope": "ns per token", "curvature": "ns per token squared"}[part]
+        expected = None if guess is None else guess * 1e9
+        return verdict(claim, fit[part].scaled(1e9), **band, expected=expected, unit=unit)
+    if guess is None or not guess > 0:
+        missing = NOT_PREDICTED if guess is None else "predicted to be 0"
+        return verdict(claim, None, low=low, high=FACTOR, missing=missing)
+    return verdict(claim, fit[part].scaled(1 / guess), **band, expected=1.0, unit="times the prediction")
 
 
 def _batch(entry: Mapping):
     """Throughput as a multiple of that at the smallest batch, by rounds."""
-    groups = _groups(entry)
-    batches = sorted({p["batch"] for p in groups.values()})
-    rates = {p["batch"]: _by_round(entry, g, "tokens_per_second") for g, p in groups.items()}
-    predicted = {
-        p["batch"]: entry["predicted"].get(g, {}).get("tokens_per_second") for g, p in groups.items()
-    }
-    verdicts, multiples, first, left = [], {}, batches[0], None
-    for b in batches[1:]:
-        shared = sorted(rates[first].keys() & rates[b].keys())
-        if not shared:
+    first, *more = sorted({p["batch"] for p in entry["plan"]})
+    verdicts, multiples, left = [], {}, None
+    for b in more:
+        multiple, runs, expected = _ratio(entry, "tokens_per_second", first, b, key="batch")
+        if multiple is None:
             continue
-        multiple = ratio([rates[b][r] for r in shared], [rates[first][r] for r in shared])
         multiples[str(b)] = multiple.to_dict()
         if left is None and multiple.high < BELOW * b / first:
             left = b
-        if b == batches[-1]:
-            sure = predicted[first] and predicted[b]
-            expected = predicted[b] / predicted[first] if sure else None
-            v = verdict(
-                f"Reading the weights once for {b} sequences instead of {first} pays as predicted",
-                multiple.scaled(1 / expected) if sure else None,
-                low=1 / FACTOR, high=FACTOR, expected=1.0, runs=len(shared), missing=NOT_PREDICTED,
-                unit="times the predicted gain",
-            )  # fmt: skip
-            verdicts.append(v)
-            v = verdict(
-                f"Batch {b} still follows the bandwidth line: {b / first:g} times the throughput of {first}",
-                multiple.scaled(first / b), low=BELOW, expected=expected and expected * first / b,
-                runs=len(shared), unit="of the line",
-            )  # fmt: skip
-            verdicts.append(v)
+        if b == more[-1]:
+            verdicts = [
+                verdict(
+                    f"Reading the weights once for {b} sequences instead of {first} pays as predicted",
+                    multiple.scaled(1 / expected) if expected else None, low=1 / FACTOR, high=FACTOR,
+                    expected=1.0, runs=runs, missing=NOT_PREDICTED, unit="times the predicted gain",
+                ),
+                verdict(
+                    f"Batch {b} still follows the bandwidth line: {b / first:g} times the throughput "
+                    f"of {first}",
+                    multiple.scaled(first / b), low=BELOW, expected=expected and expected * first / b,
+                    runs=runs, unit="of the line",
+                ),
+            ]  # fmt: skip
     return {}, verdicts, {"multiples": multiples, "left_the_line_at_batch": left}
 
 
 def _prefix(entry: Mapping):
-    ttft, itl = _pairs(entry, "ttft_s", "cold", "warm"), _pairs(entry, "itl_s", "cold", "warm")
-    expected = _predicted_ratio(entry, "ttft_s", "cold", "warm")
-    claim = "A known prefix saves at least half of what it should of the TTFT"
-    most = 0.5 if expected is None else (1 + expected) / 2
+    ttft, ttfts, expected = _ratio(entry, "ttft_s", "cold", "warm")
+    itl, itls, _ = _ratio(entry, "itl_s", "cold", "warm")
     verdicts = [
         verdict(
-            claim, ratio(*ttft) if ttft else None, high=most, expected=expected,
-            runs=len(ttft[0]) if ttft else 0, unit="of the cold TTFT",
+            "A known prefix saves at least half of what it should of the TTFT", ttft,
+            high=0.5 if expected is None else (1 + expected) / 2, expected=expected, runs=ttfts,
+            unit="of the cold TTFT",
         ),
         verdict(
-            "A known prefix changes the time per token by less than a quarter",
-            ratio(*itl) if itl else None, low=0.8, high=1.25, expected=1.0,
-            runs=len(itl[0]) if itl else 0, unit="of the cold ITL",
+            "A known prefix changes the time per token by less than a quarter", itl,
+            **SAME, runs=itls, unit="of the cold ITL",
         ),
     ]  # fmt: skip
     return {}, verdicts, {}
@@ -113,51 +115,19 @@ def _prefix(entry: Mapping):
 
 def _pair(entry: Mapping):
     """Two variants at each context and batch: how many times the first one's step the second one's takes."""
-    groups = list(_groups(entry).values())
     first, second = entry["variants"]
     verdicts = []
-    for n, b in sorted({(p["context"], p["batch"]) for p in groups}):
-        here = {"context": n, "batch": b}
-        pairs = _pairs(entry, "itl_s", first, second, **here)
-        expected = _predicted_ratio(entry, "itl_s", first, second, **here)
+    for n, b in sorted({(p["context"], p["batch"]) for p in entry["plan"]}):
+        found, runs, expected = _ratio(entry, "itl_s", first, second, context=n, batch=b)
         verdicts.append(
             verdict(
                 f"{n:,} tokens, batch {b}: a step with {second} is to one with {first} as predicted",
-                ratio(*pairs).scaled(1 / expected) if pairs and expected else None,
-                low=0.8, high=1.25, expected=1.0, runs=len(pairs[0]) if pairs else 0,
+                found.scaled(1 / expected) if found and expected else None, **SAME, runs=runs,
                 unit=f"times the predicted {expected:.3g}" if expected else "",
-                missing=NOT_PREDICTED if pairs else "nothing was measured",
+                missing=NOT_PREDICTED if found else "nothing was measured",
             )
         )  # fmt: skip
     return {}, verdicts, {}
-
-
-# Claims -----------------------------------------------------------------------------------------------------
-
-
-def _sign(claim: str, fits: dict, what: str, part: str, runs: int, contexts: list) -> Verdict:
-    fit, predicted = fits[what], fits[f"{what} predicted"]
-    if fit is None:
-        return verdict(claim, None, low=0.0, missing=f"too few contexts with a measured {what.upper()}")
-    expected = predicted[part].value * 1e9 if predicted else None
-    unit = {"slope": "ns per token", "curvature": "ns per token squared"}[part]
-    options = {"expected": expected, "runs": runs, "contexts": contexts, "unit": unit}
-    return verdict(claim, fit[part].scaled(1e9), low=0.0, **options)
-
-
-def _against(claim, fits, what, part, runs, contexts, low) -> Verdict:
-    fit, predicted = fits[what], fits[f"{what} predicted"]
-    band = {"low": low, "high": FACTOR}
-    if fit is None:
-        return verdict(claim, None, **band, missing=f"too few contexts with a measured {what.upper()}")
-    if predicted is None or not predicted[part].value > 0:
-        return verdict(
-            claim, None, **band, missing=NOT_PREDICTED if predicted is None else "predicted to be 0"
-        )
-    return verdict(
-        claim, fit[part].scaled(1 / predicted[part].value), **band, expected=1.0, runs=runs,
-        contexts=contexts if part == "slope" else None, unit="times the prediction",
-    )  # fmt: skip
 
 
 # Looking up -------------------------------------------------------------------------------------------------
@@ -187,7 +157,7 @@ def _series(entry: Mapping, field: str) -> tuple[list, list, list, list]:
         run = entry["runs"].get(p["id"])
         if not run or run[field] is None:
             continue
-        x.append(run["context"] if run["context"] is not None else p["context"])
+        x.append(_place(p, run, "context"))
         y.append(run[field])
         predicted = entry["predicted"].get(p["group"], {}).get(field)
         if predicted is not None and p["group"] not in seen:
@@ -197,6 +167,37 @@ def _series(entry: Mapping, field: str) -> tuple[list, list, list, list]:
     return x, y, px, py
 
 
+def _place(p: Mapping, run: Mapping, x: str) -> int:
+    """Where a run stands on an axis: a context is the one that really was in the cache."""
+    return run["context"] if x == "context" and run["context"] is not None else p[x]
+
+
+Pairs = Sequence[tuple[float, float]]
+
+
+def series(
+    entry: Mapping, x: str, field: str, scale: float
+) -> tuple[dict[str, Pairs], dict[str, Pairs], Pairs]:
+    """(measured by variant, predicted by variant or nothing, points on the fitted curve) for a chart."""
+    measured: dict[str, list] = {}
+    predicted: dict[str, set] = {}
+    for p in entry["plan"]:
+        run, guess = entry["runs"].get(p["id"]), entry["predicted"].get(p["group"], {}).get(field)
+        if run and run[field] is not None:
+            measured.setdefault(p["variant"], []).append((_place(p, run, x), run[field] * scale))
+        if guess is not None:
+            predicted.setdefault(p["variant"], set()).add((p[x], guess * scale))
+    measured = {v: measured[v] for v in entry["variants"] if v in measured}
+    dashed = {v: sorted(predicted.get(v, ())) for v in measured}
+    fit, fitted = (entry.get("result", {}).get("fits") or {}).get(field.removesuffix("_s")), []
+    if fit and measured:  # from the first to the last place where something was measured
+        low, *_, high = sorted(x for pairs in measured.values() for x, _ in pairs)
+        powers = [fit["coefficients"].get(k, {}).get("value", 0) for k in ("intercept", "slope", "curvature")]
+        places = [low + (high - low) * i / 24 for i in range(25)]
+        fitted = [(at, scale * sum(c * at**i for i, c in enumerate(powers))) for at in places]
+    return measured, dashed if any(dashed.values()) else {}, fitted
+
+
 def _fit(curve: Callable[..., Fit], x: list, y: list) -> Fit | None:
     try:
         return curve(x, y)
@@ -204,24 +205,20 @@ def _fit(curve: Callable[..., Fit], x: list, y: list) -> Fit | None:
         return None
 
 
-def _pairs(entry: Mapping, field: str, first: str, second: str, **where) -> tuple[list, list] | None:
-    """Values of the second and of the first variant, in the rounds that have both."""
-    by_variant: dict[str, dict] = {first: {}, second: {}}
-    for group, p in _groups(entry).items():
-        if all(p[k] == v for k, v in where.items()):
-            by_variant[p["variant"]] |= _by_round(entry, group, field)
-    rounds = sorted(by_variant[first].keys() & by_variant[second].keys())
-    if not rounds:
-        return None
-    return [by_variant[second][r] for r in rounds], [by_variant[first][r] for r in rounds]
-
-
-def _predicted_ratio(entry: Mapping, field: str, first: str, second: str, **where) -> float | None:
+def _ratio(
+    entry: Mapping, field: str, first, second, *, key: str = "variant", **where
+) -> tuple[Estimate | None, int, float | None]:
+    """(second / first in the rounds that have both, how many these are, the ratio predicted)."""
+    runs: dict = {first: {}, second: {}}
     predicted = {}
     for group, p in _groups(entry).items():
-        if all(p[k] == v for k, v in where.items()):
-            predicted[p["variant"]] = entry["predicted"].get(group, {}).get(field)
-    return predicted[second] / predicted[first] if predicted.get(first) and predicted.get(second) else None
+        if p[key] in runs and all(p[k] == v for k, v in where.items()):
+            runs[p[key]] |= _by_round(entry, group, field)
+            predicted[p[key]] = entry["predicted"].get(group, {}).get(field)
+    rounds = sorted(runs[first].keys() & runs[second].keys())
+    found = ratio(*([runs[which][r] for r in rounds] for which in (second, first))) if rounds else None
+    sure = predicted.get(first) and predicted.get(second)
+    return found, len(rounds), predicted[second] / predicted[first] if sure else None
 
 
 def _table(entry: Mapping) -> list[dict]:

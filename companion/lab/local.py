@@ -1,19 +1,30 @@
-"""Targets on this machine: the companion's own decoder, and a transformers model, on any torch device."""
+"""What is measured here, on any torch device: decoders that differ in one thing, or a transformers model.
+
+A transformers model comes from a folder, or from what Hugging Face's tools have downloaded. It is run by
+transformers itself, with its own cache: what is measured is what its user has. The companion reads its
+configuration only, to predict with. Nothing is downloaded: a sweep that begins by fetching 16 GB is no
+measurement, and a machine without a network can take one.
+"""
 
 import inspect
+import os
 import random
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..caches import Cache, make_cache
-from ..cost import ModelSpec, matmul_parameters, models
+from ..checks import near_names
+from ..cost import ModelSpec, cached_values, matmul_parameters, parameters
 from ..formats import dtype_name
-from ..model import Decoder
+from ..model import Decoder, quantize_weights
+from ..model.load import check_device
 from ..parallel.weights import RandomWeights
-from .points import SUFFIX, Point, Run, Shape
+from .points import PAIRS, SUFFIX, Point, Run, Shape, as_mixture, with_heads
 from .probes import Stopwatch
 
 
@@ -28,9 +39,13 @@ class Variant:
 
     def shape(self) -> Shape:
         """What is read in a step: the model, and in which formats."""
-        own, quantized = dtype_name(self.decoder.dtype), self.decoder.weight_format is not None
-        weights = _bits_read(self.decoder) if quantized else own
-        return Shape(self.decoder.spec, weights, self.kv or own, own)
+        d, own = self.decoder, dtype_name(self.decoder.dtype)
+        weights: str | float = own
+        if d.weight_format is not None:  # bits as allocated: scales, and what is not quantized, included
+            looked_up = 0 if d.output is d.embedding else d.embedding.nbytes
+            read = d.weights_bytes - looked_up
+            weights = round(8 * read / matmul_parameters(d.spec, active=False), 3)
+        return Shape(d.spec, weights, self.kv or own, own)
 
     def empty(self, batch: int, max_tokens: int) -> Cache:
         """A fresh cache of this variant's kind."""
@@ -41,164 +56,119 @@ class Variant:
         )  # fmt: skip
 
 
-def _bits_read(decoder: Decoder) -> float:
-    """Bits per weight that a step reads, as allocated: scales, and what is not quantized, included."""
-    looked_up = 0 if decoder.output is decoder.embedding else decoder.embedding.nbytes
-    read = decoder.weights_bytes - looked_up
-    return round(8 * read / matmul_parameters(decoder.spec, active=False), 3)
+class _Target:
+    """What both kinds of target share: facts, limits, and the order of what is timed."""
 
+    faults: tuple[type[Exception], ...] = (RuntimeError, ValueError)  # no room; no such cache for this model
 
-class DecoderTarget:
-    """The companion's decoder, or several variants of it that are compared.
-
-    variants: by name; a plain Decoder is {"base": ...}. watch: a stopwatch of a test's own.
-    """
-
-    def __init__(self, variants: Decoder | dict[str, Variant], *, watch: Stopwatch | None = None):
-        if isinstance(variants, Decoder):
-            variants = {"base": Variant(variants)}
-        self.variants = variants
-        self.shapes = {name: v.shape() for name, v in variants.items()}
-        self.watch = watch or Stopwatch.on(str(next(iter(variants.values())).decoder.device))
+    def __init__(self, facts: dict, shapes: dict[str, Shape], device: torch.device, watch: Stopwatch | None):
+        self.facts, self.shapes, self.device = facts, shapes, device
+        self.watch = watch or Stopwatch.on(str(device))
 
     def describe(self) -> dict:
         """Facts about what is measured, for the study's file: its kind, device and variants."""
-        first = next(iter(self.variants.values())).decoder
-        return {
-            "kind": "companion decoder",
-            "device": str(first.device),
+        return self.facts | {
+            "device": str(self.device),
             "threads": torch.get_num_threads(),
             "variants": {name: shape.to_dict() for name, shape in self.shapes.items()},
         }
 
     def warm_up(self) -> None:
         """One short run of each variant, to have what happens only once behind it."""
-        for name in self.variants:
+        for name in self.shapes:
             self.measure(Point("warm-up", 8, variant=name, new_tokens=2))
 
     @torch.inference_mode()
     def measure(self, point: Point) -> Run:
         """One run of `point`; where there is none, the run's `fault` says why."""
-        v = self.variants.get(point.variant) or next(iter(self.variants.values()))
-        if fault := _too_long(point, v.decoder.spec):
-            return Run(fault=fault)
+        spec = (self.shapes.get(point.variant) or next(iter(self.shapes.values()))).spec
+        if spec.max_context is not None and point.context + point.new_tokens > spec.max_context:
+            asked = f"{point.context} tokens and {point.new_tokens} more"
+            return Run(fault=f"{asked}; the model takes {spec.max_context}")
         try:
-            return self._measure(v, point)
-        except (ValueError, RuntimeError) as e:  # no room for the cache; a cache that does not fit the model
-            return Run(fault=_first_line(e))
+            return self._measure(point, spec)
+        except self.faults as e:
+            return Run(fault=_short(e))
 
-    def _measure(self, v: Variant, point: Point) -> Run:
-        d, ids = v.decoder, _ids(point, v.decoder.spec.vocab)
-        cache = v.empty(point.batch, point.context + point.new_tokens)
-        ids = torch.tensor(ids, device=d.device)
-        ttft, known = None, 0
+    def _measure(self, point: Point, spec: ModelSpec) -> Run:
+        forward, cache = self._begin(point)
+        order = random.Random(point.id)  # the same ids for the same point: a resumed study measures the same
+        rows = [[order.randrange(spec.vocab) for _ in range(point.context)] for _ in range(point.batch)]
+        ids, ttft, known = torch.tensor(rows, device=self.device), None, 0
         if not point.prompt:
             _fill(cache, point.context)
         else:
             if point.variant == "warm" and point.context > SUFFIX:
                 known = point.context - SUFFIX
-                _read(d, ids[:, :known], cache)
-            ttft = self.watch.seconds(lambda: _read(d, ids[:, known:], cache))
+                forward(ids[:, :known])
+            ttft = self.watch.seconds(lambda: forward(ids[:, known:]))
         last = ids[:, -1:]
-        steps = [self.watch.seconds(lambda: d(last, cache, logits="last")) for _ in range(point.new_tokens)]
-        return _run(point, ttft, steps, point.context, known)
+        steps = [self.watch.seconds(lambda: forward(last)) for _ in range(point.new_tokens)]
+        held = len(cache) if isinstance(cache, Cache) else cache.get_seq_length()
+        if held != point.context + point.new_tokens:  # else every step would have been one of no context
+            return Run(fault=f"its cache holds {held} tokens after {point.context + point.new_tokens}")
+        itl = statistics.median(steps)
+        return Run(
+            ttft_s=ttft, itl_s=itl, steps_s=steps, context=point.context, tokens=point.batch * len(steps),
+            tokens_per_second=point.batch / itl if itl else None, cached_tokens=known,
+        )  # fmt: skip
+
+    def _begin(self, point: Point) -> tuple[Callable[[Tensor], object], object]:
+        """(what passes ids through the model, the fresh cache that it fills)."""
+        raise NotImplementedError
 
 
-class TransformersTarget:
+class DecoderTarget(_Target):
+    """The companion's decoder, or several variants of it that are compared.
+
+    variants: by name; a plain Decoder is {"base": ...}. watch: a stopwatch of a test's own.
+    """
+
+    def __init__(self, variants: Decoder | dict[str, Variant], *, watch: Stopwatch | None = None):
+        self.variants = {"base": Variant(variants)} if isinstance(variants, Decoder) else variants
+        shapes = {name: v.shape() for name, v in self.variants.items()}
+        device = next(iter(self.variants.values())).decoder.device
+        super().__init__({"kind": "companion decoder"}, shapes, device, watch)
+
+    def _begin(self, point: Point):
+        v = self.variants.get(point.variant) or next(iter(self.variants.values()))
+        cache = v.empty(point.batch, point.context + point.new_tokens)
+
+        def forward(ids: Tensor) -> None:
+            piece = cache.step or ids.shape[1]  # a prompt in pieces no longer than the cache takes at once
+            for start in range(0, ids.shape[1], piece):
+                v.decoder(ids[:, start : start + piece], cache, logits="last")
+
+        return forward, cache
+
+
+class TransformersTarget(_Target):
     """A causal language model of transformers: its own forward, with the cache that it makes for itself."""
 
-    def __init__(self, hf_model: torch.nn.Module, shape: Shape, *, watch: Stopwatch | None = None):
-        self.model, self.shapes = hf_model.eval(), {"base": shape}
+    faults = (IndexError, RuntimeError, TypeError, ValueError)
+
+    def __init__(self, hf_model: nn.Module, shape: Shape, *, watch: Stopwatch | None = None):
+        self.model, self.name = hf_model.eval(), type(hf_model).__name__
+        facts = {"kind": "transformers", "model": shape.spec.name, "class": self.name}
+        super().__init__(facts, {"base": shape}, hf_model.device, watch)
         named = inspect.signature(type(hf_model).forward).parameters
         self._cache = "cache" if "cache" in named else "past_key_values"  # its name until transformers 5
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
-        self.watch = watch or Stopwatch.on(str(hf_model.device))
-
-    def describe(self) -> dict:
-        """Facts about what is measured, for the study's file: its kind, device and variants."""
-        shape = self.shapes["base"].to_dict()
-        facts = {"kind": "transformers", "model": shape["model"], "class": type(self.model).__name__}
-        facts |= {"device": str(self.model.device), "threads": torch.get_num_threads()}
-        return facts | {"variants": {"base": shape}}
 
     def warm_up(self) -> None:
-        """One short run of each variant, to have what happens only once behind it."""
-        run = self.measure(Point("warm-up", 8, new_tokens=2))
-        if run.fault:
-            raise ValueError(f"{type(self.model).__name__}: {run.fault}")
+        """One short run, to have what happens only once behind it. Raises ValueError if it has a fault."""
+        if fault := self.measure(Point("warm-up", 8, new_tokens=2)).fault:
+            raise ValueError(f"{self.name}: {fault}")
 
-    @torch.inference_mode()
-    def measure(self, point: Point) -> Run:
-        """One run of `point`; where there is none, the run's `fault` says why."""
-        if not point.prompt:
-            return Run(
-                fault="a transformers model reads its prompts: points with prompt=False are not for it"
-            )
-        if fault := _too_long(point, self.shapes["base"].spec):
-            return Run(fault=fault)
-        try:
-            return self._measure(point)
-        except (IndexError, RuntimeError, TypeError, ValueError) as e:  # no room; no such cache
-            return Run(fault=_first_line(e))
-
-    def _measure(self, point: Point) -> Run:
-        cache = self._empty()
-        ids = torch.tensor(_ids(point, self.shapes["base"].spec.vocab), device=self.model.device)
-
-        def forward(ids: Tensor) -> None:
-            self.model(ids, use_cache=True, **self._last, **{self._cache: cache})
-
-        known = 0
-        if point.variant == "warm" and point.context > SUFFIX:
-            known = point.context - SUFFIX
-            forward(ids[:, :known])
-        ttft = self.watch.seconds(lambda: forward(ids[:, known:]))
-        last = ids[:, -1:]
-        steps = [self.watch.seconds(lambda: forward(last)) for _ in range(point.new_tokens)]
-        seen = cache.get_seq_length()
-        if seen != point.context + point.new_tokens:  # else every step would have been one of no context
-            return Run(fault=f"its cache holds {seen} tokens after {point.context + point.new_tokens}")
-        return _run(point, ttft, steps, point.context, known)
-
-    def _empty(self):
-        """What the model makes where it is given none: layers with a window get one there."""
+    def _begin(self, point: Point):
         from transformers import DynamicCache
 
-        if "config" in inspect.signature(DynamicCache.__init__).parameters:  # since transformers 4.56
-            return DynamicCache(config=self.model.config)
-        return DynamicCache()
-
-
-def _too_long(point: Point, spec: ModelSpec) -> str | None:
-    limit = spec.max_context
-    if limit is None or point.context + point.new_tokens <= limit:
-        return None
-    return f"{point.context} tokens and {point.new_tokens} more; the model takes {limit}"
-
-
-def _first_line(e: Exception) -> str:
-    return (str(e) or type(e).__name__).splitlines()[0][:200]
-
-
-def _run(point: Point, ttft: float | None, steps: list[float], context: int, known: int) -> Run:
-    itl = statistics.median(steps)
-    return Run(
-        ttft_s=ttft, itl_s=itl, steps_s=steps, context=context, tokens=point.batch * len(steps),
-        tokens_per_second=point.batch / itl if itl else None, cached_tokens=known,
-    )  # fmt: skip
-
-
-def _ids(point: Point, vocab: int) -> list[list[int]]:
-    """Random ids; the same for the same point, so that a resumed study measures the same."""
-    order = random.Random(point.id)
-    return [[order.randrange(vocab) for _ in range(point.context)] for _ in range(point.batch)]
-
-
-def _read(decoder: Decoder, ids: Tensor, cache: Cache) -> None:
-    """A prompt in pieces no longer than the cache takes at once."""
-    piece = cache.step or ids.shape[1]
-    for start in range(0, ids.shape[1], piece):
-        decoder(ids[:, start : start + piece], cache, logits="last")
+        if not point.prompt:
+            raise ValueError("a transformers model reads its prompts: prompt=False is not for it")
+        # What the model makes where it is given none: layers with a window get one there, since 4.56.
+        takes = inspect.signature(DynamicCache.__init__).parameters
+        cache = DynamicCache(**({"config": self.model.config} if "config" in takes else {}))
+        return (lambda ids: self.model(ids, use_cache=True, **self._last, **{self._cache: cache})), cache
 
 
 def _fill(cache: Cache, tokens: int) -> None:
@@ -227,17 +197,104 @@ def random_decoder(
     return Decoder(spec, RandomWeights(spec, seed, dtype=dtype, device=device)).eval()
 
 
-def with_heads(spec: ModelSpec, kv_heads: int) -> ModelSpec:
-    """The same model with another number of key-value heads."""
-    return replace(spec, name=f"{spec.name}, {kv_heads} key heads", kv_heads=kv_heads)
+def targets_here(decoder: Decoder) -> Callable[[str], DecoderTarget]:
+    """The target of a sweep by its name. Random decoders have the shape of this one; made when asked for."""
+    kept: dict[str, DecoderTarget] = {}
+
+    def target(sweep: str) -> DecoderTarget:
+        key = sweep if sweep in PAIRS else "base"
+        if key not in kept:
+            kept.clear()  # one set of weights at a time
+            kept[key] = DecoderTarget(decoder if key == "base" else _pair(key, decoder))
+        return kept[key]
+
+    return target
 
 
-def as_mixture(spec: ModelSpec, experts: int, top_k: int) -> ModelSpec:
-    """A mixture with as many parameters active per token: an expert has 1 / top_k of the width.
+def _pair(sweep: str, decoder: Decoder) -> dict[str, Variant]:
+    """The two variants that a sweep compares."""
+    first, second = PAIRS[sweep]
+    spec, plain = decoder.spec, Variant(decoder)
+    if sweep == "kv":
+        few, tokens = Variant(decoder, "quantized", {"codec": "int8"}), 1024
+        bits = 8 * few.empty(1, tokens).nbytes / cached_values(spec, tokens)  # scales and tail included
+        return {first: plain, second: replace(few, kv=round(bits, 3))}
+    if sweep == "weights":
+        return {first: plain, second: Variant(quantize_weights(decoder))}
+    if sweep == "heads" and spec.kv_heads == spec.heads:
+        has = f"{spec.name} has full heads already"
+        raise ValueError(f"sweeps: {has}; 'heads' compares grouped ones with them")
+    other = with_heads(spec, spec.heads) if sweep == "heads" else as_mixture(spec, experts=8, top_k=2)
+    like = {"dtype": decoder.dtype, "device": decoder.device}
+    return {first: Variant(random_decoder(spec, **like)), second: Variant(random_decoder(other, **like))}
 
-    Raises ValueError if top_k does not divide the feed-forward width.
+
+def pretrained(
+    name: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, Shape]:
+    """(the model, its shape), for `TransformersTarget`.
+
+    name: a folder with config.json and weights, or a name as on the hub ("org/model") that is in the local
+    cache. Weights that the checkpoint holds quantized stay so, and are predicted by the bytes that they take.
+
+    Raises ValueError, in one line, where transformers is missing, the name is not known, the architecture is
+    none that transformers or companion.cost knows, or the files are not whole.
     """
-    if spec.ffn % top_k:
-        raise ValueError(f"top_k={top_k} does not divide the feed-forward width {spec.ffn}")
-    moe = replace(models["mixtral-8x7b"].moe, experts=experts, top_k=top_k, ffn=spec.ffn // top_k)
-    return replace(spec, name=f"{spec.name}, {experts} experts", architecture="mixtral", moe=moe)
+    check_device(device)
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("transformers is not installed: python -m pip install transformers") from None
+    path = Path(name).expanduser()
+    if path.exists() and not (path / "config.json").is_file():
+        raise ValueError(f"transformers: {name} has no config.json; need a folder that save_pretrained wrote")
+    if not path.exists() and name not in (known := cached_names()):
+        near = near_names(name, [*known, *_folders_beside(path)])
+        like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        fetch = "" if like_a_path else f"; fetch it first, e.g. with: hf download {name}"
+        hint = f"; near: {', '.join(near)}" if near else fetch
+        raise ValueError(f"transformers: {name!r} is no folder, and not downloaded{hint}")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    where, local = str(path) if path.exists() else name, {"local_files_only": True}
+    try:
+        config = transformers.AutoConfig.from_pretrained(where, **local)
+        spec = ModelSpec.from_config(config.to_dict(), name=path.name)
+        quantized = getattr(config, "quantization_config", None)
+        model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **local)
+        model = model if quantized else model.to(device)
+    except Exception as e:  # a library's own errors, some of them pages long
+        raise ValueError(f"transformers: {name}: {_short(e)}") from None
+    own = dtype_name(dtype)
+    return model.eval(), Shape(spec, bits_held(model, spec) if quantized else own, own, own)
+
+
+def bits_held(model: nn.Module, spec: ModelSpec) -> float:
+    """Bits per parameter that the model's tensors take, scales included."""
+    return round(8 * sum(x.nbytes for x in [*model.parameters(), *model.buffers()]) / parameters(spec), 3)
+
+
+def cached_names() -> list[str]:
+    """Names of the models in the local cache of huggingface_hub; none where it cannot be read."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return []
+    folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--*/snapshots/*/config.json"))
+    names = [f.parents[2].name.removeprefix("models--").replace("--", "/") for f in folders]
+    return list(dict.fromkeys(names))
+
+
+def _folders_beside(path: Path) -> list[str]:
+    """Folders with a model in the place where `path` would be."""
+    try:
+        beside = [f.parent for f in path.parent.glob("*/config.json")]
+    except OSError:
+        return []
+    return [os.path.join(path.parent, f.name) if path.parent != Path() else f.name for f in beside]
+
+
+def _short(e: Exception) -> str:
+    """Its first sentence."""
+    text = " ".join(str(e).split()) or type(e).__name__
+    return text.split(". ")[0][:240]

@@ -2,9 +2,9 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
-from ..cost import HardwareSpec, ModelSpec, decode_step, prefill
+from ..cost import HardwareSpec, ModelSpec, decode_step, models, prefill
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def shuffled(points: Sequence[Point], rounds: int, seed: int) -> list[Point]:
     """Every point once per round, each round in an order of its own."""
     order, out = random.Random(seed), []
     for r in range(rounds):
-        these = [Point(**(asdict(p) | {"round": r})) for p in points]
+        these = [replace(p, round=r) for p in points]
         order.shuffle(these)
         out += these
     return out
@@ -110,6 +110,15 @@ PAIRS = {
     "kv": ("full", "int8"), "weights": ("full", "int8"), "heads": ("grouped", "full heads"),
     "moe": ("dense", "mixture"),
 }  # fmt: skip
+TITLES = {
+    "context": "Time to the first token and time per token, against context",
+    "batch": "Throughput against batch",
+    "prefix": "A prefix that is known, and one that is not",
+    "kv": "Precision of the cache",
+    "weights": "Precision of the weights, the cache as it was",
+    "heads": "Grouped heads against full heads, random weights",
+    "moe": "Dense against a mixture of experts of as many active parameters, random weights",
+}
 
 
 @dataclass(frozen=True)
@@ -130,8 +139,7 @@ class Sizes:
             return self
         most = max(1, limit - new_tokens)
         contexts = tuple(n for n in self.contexts if n <= most) or (most,)
-        long, short = min(self.long, most), min(self.short, most)
-        return Sizes(contexts, self.batches, short, long, self.prompt_limit, self.pair_batches)
+        return replace(self, contexts=contexts, long=min(self.long, most), short=min(self.short, most))
 
 
 CPU = Sizes((64, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16), 64, 1024, prompt_limit=1024)
@@ -206,6 +214,22 @@ class Shape:
         formats = asdict(self) | {"model": self.spec.name}
         del formats["spec"]
         return formats
+
+
+def with_heads(spec: ModelSpec, kv_heads: int) -> ModelSpec:
+    """The same model with another number of key-value heads."""
+    return replace(spec, name=f"{spec.name}, {kv_heads} key heads", kv_heads=kv_heads)
+
+
+def as_mixture(spec: ModelSpec, experts: int, top_k: int) -> ModelSpec:
+    """A mixture with as many parameters active per token: an expert has 1 / top_k of the width.
+
+    Raises ValueError if top_k does not divide the feed-forward width.
+    """
+    if spec.ffn % top_k:
+        raise ValueError(f"top_k={top_k} does not divide the feed-forward width {spec.ffn}")
+    moe = replace(models["mixtral-8x7b"].moe, experts=experts, top_k=top_k, ffn=spec.ffn // top_k)
+    return replace(spec, name=f"{spec.name}, {experts} experts", architecture="mixtral", moe=moe)
 
 
 @dataclass(frozen=True)

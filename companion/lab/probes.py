@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from ..cost import HardwareSpec
+from ..checks import near_names
+from ..cost import HardwareSpec, hardware
 from .transport import Clock, SystemClock
 
 SIZES = tuple(2**i for i in range(20, 29))  # bytes: 1 MiB to 256 MiB
@@ -17,8 +18,9 @@ LARGE = tuple(2**i for i in range(24, 33))  # on a GPU, whose caches hold up to 
 PRODUCTS = (512, 1024, 1536)
 LARGE_PRODUCTS = (2048, 4096, 8192)
 SETTLED = 1.25  # the largest two sizes may differ by this factor
-DTYPES = ("fp32", "bf16", "fp16")
-_TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # its names for them
+DTYPES = tuple(TORCH)
+TRIES = 3  # on a machine that is disturbed
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,7 @@ def memory_rate(
     """
     found, times = [], []
     for nbytes in sorted(sizes):
-        run = make(nbytes)
-        times = _timed(watch, run, repeats)
+        times = _timed(watch, make(nbytes), repeats)
         found.append((nbytes, nbytes / min(times)))
     nbytes, rate = found[-1]
     why = ""
@@ -117,8 +118,7 @@ def product_rate(
         all_times[n] = _timed(watch, make(n), repeats)
         found.append((n, 2 * n**3 / min(all_times[n])))
     n, rate = max(found, key=lambda pair: pair[1])
-    times = all_times[n]
-    work = 2 * n**3
+    times, work = all_times[n], 2 * n**3
     return Probe("matmul", dtype, rate, work / statistics.median(times), work / max(times), n, found)
 
 
@@ -145,7 +145,7 @@ def probe(
     repeats = 4 if quick else 8
     out = []
     for name in dtypes:
-        dtype = getattr(torch, _TORCH[name])
+        dtype = getattr(torch, TORCH[name])
 
         def reading(nbytes: int, dtype=dtype):
             x = torch.ones(nbytes // dtype.itemsize, dtype=dtype, device=device)
@@ -182,6 +182,29 @@ def hardware_from(probes: Sequence[Probe], name: str = "this machine") -> Hardwa
         raise ValueError(f"no bandwidth to predict with: {reasons}")
     flops = {p.dtype: p.rate for p in probes if p.kind == "matmul"}
     return HardwareSpec.measured(name, bandwidth=max(accepted), flops=flops)
+
+
+def probed(device: str, dtypes: Sequence[str]) -> tuple[list[Probe], HardwareSpec]:
+    """The rates of a torch device and what to predict with; taken again where something disturbed them."""
+    import torch
+
+    peak = None
+    if torch.device(device).type == "cuda":
+        peak = peak_bandwidth(torch.cuda.get_device_name(device))
+    for again in reversed(range(TRIES)):
+        found = probe(device, dtypes=dtypes, peak=peak)
+        try:
+            return found, hardware_from(found)
+        except ValueError as e:
+            if not again:
+                raise ValueError(f"{e}; or name the device with --hardware") from None
+
+
+def peak_bandwidth(device_name: str) -> float | None:
+    """The most that the memory of a GPU of this name does, of all in the table that may be meant."""
+    words = [w for w in device_name.lower().replace("-", " ").split() if any(c.isdigit() for c in w)]
+    rates = [hardware[n].bandwidth for w in words for n in near_names(w, [*hardware]) if w in n]
+    return max(rates, default=None)
 
 
 def _timed(watch: Stopwatch, run: Callable[[], object], repeats: int) -> list[float]:

@@ -1,21 +1,15 @@
 """A study as one HTML page that asks nothing of anyone: no script, no font, no picture from elsewhere."""
 
+import math
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-from .fit import chart
-from .verdicts import FAILS, HOLDS, UNTOLD
+from .conclude import Pairs, series
+from .fit import FAILS, HOLDS, UNTOLD
+from .points import TITLES
+from .studies import replace_file
 
-TITLES = {
-    "context": "Time to the first token and time per token, against context",
-    "batch": "Throughput against batch",
-    "prefix": "A prefix that is known, and one that is not",
-    "kv": "Precision of the cache",
-    "weights": "Precision of the weights, the cache as it was",
-    "heads": "Grouped heads against full heads, random weights",
-    "moe": "Dense against a mixture of experts of as many active parameters, random weights",
-}
 PROTOCOL = (
     "The prediction of each sweep was made by companion.cost and written down before its first run.",
     "Points were taken in rounds, each shuffled, so that a slow minute adds scatter and not a slope.",
@@ -28,7 +22,6 @@ PROTOCOL = (
     "A prediction is a bound, from bytes and products alone. A time well above it shows what else costs "
     "time; a time below it shows that the bound's inputs are wrong.",
 )
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c1c1c;--soft:#5c5c5c;--line:#d8d8d8;--back:#fff;--plate:#f5f5f3;
 --yes:#0b6b3a;--no:#a3201a;--open:#7a5b00;--s0:#1d3fc4;--s1:#b8420a;--s2:#6d0f6d}
@@ -61,9 +54,11 @@ border-bottom:1px solid var(--line)}.verdicts tr:first-child{display:none}.verdi
 def report(study: Mapping) -> str:
     """The page, from what a study's JSON file holds (`companion.lab.studies.read`)."""
     target, sweeps = study.get("target", {}), study.get("sweeps", {})
-    what = _subject(target)
+    first = next(iter(target.get("variants", {}).values()), {})
+    what = target.get("model") or first.get("model") or target.get("kind", "a model")
+    title = f"What a token costs: {escape(str(what))}"
     parts = [
-        f"<h1>What a token costs: {escape(str(what))}</h1>",
+        f"<h1>{title}</h1>",
         f'<p class="soft">{_facts(study)}</p>',
         "<h2>Verdicts</h2>",
         _verdicts(sweeps),
@@ -74,31 +69,22 @@ def report(study: Mapping) -> str:
     ]
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>What a token costs: {escape(str(what))}</title><style>{_STYLE}</style>"
+        '<meta http-equiv="Content-Security-Policy" '
+        """content="default-src 'none'; style-src 'unsafe-inline'">"""
+        f"<title>{title}</title><style>{_STYLE}</style>"
     )
     body = "\n".join(p for p in parts if p)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
-def _subject(target: Mapping) -> str:
-    """What was measured, in a few words."""
-    first = next(iter(target.get("variants", {}).values()), {})
-    return target.get("model") or first.get("model") or target.get("kind", "a model")
-
-
 def write_report(study: Mapping, path: str | Path) -> None:
     """The page into a file, whole or not at all."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(report(study), encoding="utf-8")
-    partial.replace(path)
+    replace_file(Path(path), report(study))
 
 
 def _facts(study: Mapping) -> str:
-    facts = {"begun": _moment(study.get("begun"))}
-    facts |= {k: v for k, v in study.get("target", {}).items() if not isinstance(v, (dict, list))}
-    facts |= study.get("machine", {})
+    facts = {k: v for k, v in study.get("target", {}).items() if not isinstance(v, (dict, list))}
+    facts = {"begun": _moment(study.get("begun"))} | facts | study.get("machine", {})
     return " · ".join(f"{escape(str(k))}: {escape(str(v))}" for k, v in facts.items() if v is not None)
 
 
@@ -112,17 +98,23 @@ def _grid(heads: str, rows: list[list], kind: str = "") -> str:
 
     A column without a single value is left out. A table wider than the page scrolls by itself.
     """
-    names = [h.strip() for h in heads.split("|")]
     if not rows:
         return ""
+    names = [h.strip() for h in heads.split("|")]
     used = [i for i in range(len(names)) if any(row[i] not in (None, "") for row in rows)]
     names, rows = [names[i] for i in used], [[row[i] for i in used] for row in rows]
     number = [" class=n" if n.endswith("#") else "" for n in names]
-    top = "".join(f"<th{c}>{escape(n.rstrip('# '))}</th>" for n, c in zip(names, number))
-    body = "".join(
-        "<tr>" + "".join(f"<td{c}>{_cell(v)}</td>" for v, c in zip(row, number)) + "</tr>" for row in rows
-    )
-    return f'<div class="wide {kind}" tabindex="0"><table><tr>{top}</tr>{body}</table></div>'
+
+    def line(tag: str, cells: list[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}{c}>{v}</{tag}>" for v, c in zip(cells, number)) + "</tr>"
+
+    top = line("th", [escape(n.rstrip("# ")) for n in names])
+    body = "".join(line("td", [_cell(v) for v in row]) for row in rows)
+    return f'<div class="wide {kind}" tabindex="0"><table>{top}{body}</table></div>'
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale
 
 
 def _cell(value) -> str:
@@ -138,10 +130,9 @@ def _cell(value) -> str:
 
 def _verdicts(sweeps: Mapping) -> str:
     found = [(name, v) for name, e in sweeps.items() for v in e.get("result", {}).get("verdicts", [])]
-    if not found:
-        return "<p>Nothing has been concluded yet.</p>"
     rows = [[name, v["claim"], v["outcome"], v["reason"]] for name, v in found]
-    return _grid("Sweep | Claim | Verdict | Why", rows, "verdicts")
+    table = _grid("Sweep | Claim | Verdict | Why", rows, "verdicts")
+    return table or "<p>Nothing has been concluded yet.</p>"
 
 
 def _device(study: Mapping) -> str:
@@ -152,11 +143,11 @@ def _device(study: Mapping) -> str:
     text = f"Predicted with {device['name']}: {device['bandwidth'] / 1e9:,.1f} GB/s; {rates}."
     rows = []
     for p in probes:
-        product = p["kind"] == "matmul"
-        rate = "refused" if p["rate"] is None else p["rate"] / 1e9
-        size = f"{p['size']:,} rows" if product else f"{p['size'] / 2**20:,.0f} MiB"
-        spread = [p["median"] / 1e9, p["slowest"] / 1e9]
-        rows.append([p["kind"], p["dtype"], rate, *spread, "GFLOP/s" if product else "GB/s", size, p["why"]])
+        found = ["refused" if p[k] is None else p[k] / 1e9 for k in ("rate", "median", "slowest")]
+        units = ["GB/s", f"{p['size'] / 2**20:,.0f} MiB"]
+        if p["kind"] == "matmul":
+            units = ["GFLOP/s", f"{p['size']:,} rows"]
+        rows.append([p["kind"], p["dtype"], *found, *units, p["why"]])
     table = _grid("Probe | Format | Best # | Median # | Slowest # | Unit | Size | Refused because", rows)
     return f"<h2>The device</h2><p>{escape(text)}</p>{table}"
 
@@ -166,11 +157,10 @@ def _sweep(name: str, entry: Mapping) -> str:
     out = [f'<h2 id="{escape(name)}">{escape(TITLES.get(name, name))}</h2>']
     done, planned = len(entry["runs"]), len(entry["plan"])
     state = f"{done} of {planned} runs. Predicted {_moment(entry['predicted_at'])}, before the first of them."
-    if name == "batch" and result.get("multiples"):
+    if result.get("multiples"):
         left = result.get("left_the_line_at_batch")
-        state += (
-            f" It leaves the bandwidth line at batch {left}." if left else " It stays on the bandwidth line."
-        )
+        where = f"leaves the bandwidth line at batch {left}" if left else "stays on the bandwidth line"
+        state += f" It {where}."
     out.append(f"<p>{escape(state)}</p>")
     if name == "batch":
         out.append(_chart(entry, "batch", "tokens_per_second", "sequences", "tokens/s", 1))
@@ -182,35 +172,11 @@ def _sweep(name: str, entry: Mapping) -> str:
 
 
 def _chart(entry: Mapping, x: str, field: str, x_label: str, y_label: str, scale: float) -> str:
-    measured: dict[str, list] = {}
-    predicted: dict[str, set] = {}
-    for p in entry["plan"]:
-        run, guess = entry["runs"].get(p["id"]), entry["predicted"].get(p["group"], {}).get(field)
-        if run and run[field] is not None:
-            at = run["context"] if x == "context" and run["context"] is not None else p[x]
-            measured.setdefault(p["variant"], []).append((at, run[field] * scale))
-        if guess is not None:
-            predicted.setdefault(p["variant"], set()).add((p[x], guess * scale))
-    measured = {v: measured[v] for v in entry["variants"] if v in measured}
-    dashed = {v: sorted(predicted.get(v, ())) for v in measured}
-    dashed = dashed if any(dashed.values()) else {}
-    fitted = _curve(entry, field, measured, scale)
+    measured, dashed, fitted = series(entry, x, field, scale)
     dashes, line = ", dashes predicted" if dashed else "", ", the thin line is fitted" if fitted else ""
     caption = f"Dots are measured{dashes}{line}."
-    title = f"{y_label} against {x_label}. {caption}"
-    picture = chart(title, x_label, y_label, measured, dashed, fitted)
+    picture = chart(f"{y_label} against {x_label}. {caption}", x_label, y_label, measured, dashed, fitted)
     return picture and f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
-
-
-def _curve(entry: Mapping, field: str, measured: Mapping, scale: float) -> list[tuple[float, float]]:
-    """The fit of a series, from the first to the last place where it was measured."""
-    fit = (entry.get("result", {}).get("fits") or {}).get(field.removesuffix("_s"))
-    if not fit or not measured:
-        return []
-    low, *_, high = sorted(x for pairs in measured.values() for x, _ in pairs)
-    at = [low + (high - low) * i / 24 for i in range(25)]
-    powers = [fit["coefficients"].get(k, {}).get("value", 0) for k in ("intercept", "slope", "curvature")]
-    return [(x, scale * sum(c * x**i for i, c in enumerate(powers))) for x in at]
 
 
 _UNITS = {
@@ -227,21 +193,19 @@ def _fits(fits: Mapping) -> str:
         for part, e in (fit or {}).get("coefficients", {}).items():
             scale, unit = _UNITS[what, part]
             guess = predicted["coefficients"][part]["value"] if predicted else None
-            ends = [None if e[k] is None else e[k] * scale for k in ("low", "high")]
-            beside = [None, None] if not guess else [guess * scale, e["value"] / guess]
-            rows.append([f"{what.upper()}, {part}", e["value"] * scale, *ends, *beside, unit])
+            found = [_scaled(e[k], scale) for k in ("value", "low", "high")]
+            beside = [guess * scale, e["value"] / guess] if guess else [None, None]
+            rows.append([f"{what.upper()}, {part}", *found, *beside, unit])
     return _grid("Fit | Measured # | from # | to # | Predicted # | Ratio # | Unit", rows)
 
 
 def _table(table: list) -> str:
-    rows = []
-    several = len({r["variant"] for r in table}) > 1
+    rows, several = [], len({r["variant"] for r in table}) > 1
     for r in table:
         predicted, row = r["predicted"] or {}, [r["variant"] if several else None]
         row += [r["context"], r["batch"], r["runs"]]
         for field, scale in (("ttft_s", 1e3), ("itl_s", 1e3), ("tokens_per_second", 1.0)):
-            e, guess = r[field], predicted.get(field)
-            row += [None if e is None else e["value"] * scale, None if guess is None else guess * scale]
+            row += [_scaled((r[field] or {}).get("value"), scale), _scaled(predicted.get(field), scale)]
         rows.append(row)
     times = "TTFT, ms # | predicted # | ITL, ms # | predicted # | tokens/s # | predicted #"
     return _grid(f"Variant | Context # | Batch # | Runs # | {times}", rows)
@@ -254,10 +218,83 @@ def _faults(entry: Mapping) -> str:
 
 
 def _runs(entry: Mapping) -> str:
-    rows = []
-    for p in entry["plan"]:
-        if run := entry["runs"].get(p["id"]):
-            times = [None if run[k] is None else run[k] * 1e3 for k in ("ttft_s", "itl_s")]
-            rows.append([p["id"], *times, _moment(run["at"])])
+    rows = [
+        [p["id"], _scaled(run["ttft_s"], 1e3), _scaled(run["itl_s"], 1e3), _moment(run["at"])]
+        for p in entry["plan"]
+        if (run := entry["runs"].get(p["id"]))
+    ]
     table = _grid("Run, in the order taken | TTFT, ms # | ITL, ms # | At", rows)
     return f"<details><summary>Every run</summary>{table}</details>" if rows else ""
+
+
+W, H = 560, 280
+
+
+LEFT, RIGHT, TOP, BOTTOM = 72, 32, 34, 52  # room for labels of 17 units: on a phone they are drawn that large
+
+
+def chart(
+    title: str,
+    x_label: str,
+    y_label: str,
+    measured: dict[str, Pairs],
+    predicted: dict[str, Pairs],
+    fitted: Pairs = (),
+) -> str:
+    """Dots for each measured series, a dashed line for each predicted one, a thin one for what was fitted.
+
+    Both axes begin at 0; a fit that goes below is cut there. title: said to whoever cannot see it. Returns ""
+    where nothing was measured.
+    """
+    dots = [p for s in measured.values() for p in s]
+    if not dots:
+        return ""
+    fitted = [(x, max(0.0, y)) for x, y in fitted]
+    every = dots + [p for s in predicted.values() for p in s] + fitted
+    xs, ys = ticks(max(x for x, _ in every)), ticks(max(y for _, y in every))
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (W - LEFT - RIGHT) * x / xs[-1]
+        return round(across, 1), round(H - BOTTOM - (H - TOP - BOTTOM) * y / ys[-1], 1)
+
+    out = [f'<svg viewBox="0 0 {W} {H}" role="img"><title>{escape(title)}</title>']
+    for y in ys:
+        down = at(0, y)[1]
+        out.append(f'<path class="grid" d="M{LEFT} {down}H{W - RIGHT}"/>')
+        out.append(f'<text x="{LEFT - 8}" y="{down + 4}" text-anchor="end">{_label(y)}</text>')
+    for x in xs:
+        across = at(x, 0)[0]
+        out.append(f'<text x="{across}" y="{H - BOTTOM + 19}" text-anchor="middle">{_label(x)}</text>')
+    middle = (LEFT + W - RIGHT) / 2
+    out.append(f'<text x="{middle}" y="{H - 9}" text-anchor="middle">{escape(x_label)}</text>')
+    out.append(f'<text x="10" y="20">{escape(y_label)}</text>')
+    for i, (name, pairs) in enumerate(predicted.items()):
+        path = "L".join("{} {}".format(*at(x, y)) for x, y in sorted(pairs))
+        tip = f"{escape(name)}, predicted"
+        out.append(f'<path class="predicted s{i % 3}" d="M{path}"><title>{tip}</title></path>')
+    if fitted:
+        path = "L".join("{} {}".format(*at(x, y)) for x, y in fitted)
+        out.append(f'<path class="fitted s0" d="M{path}"><title>fitted</title></path>')
+    for i, (name, pairs) in enumerate(measured.items()):
+        for x, y in pairs:
+            across, down = at(x, y)
+            tip = f"<title>{escape(name)}: {_label(y)} at {_label(x)}</title>"
+            out.append(f'<circle class="s{i % 3}" cx="{across}" cy="{down}" r="3.5">{tip}</circle>')
+    for i, name in enumerate(measured if len(measured) > 1 else ()):
+        x, y = LEFT + 14, TOP + 8 + 19 * i
+        out.append(f'<circle class="s{i % 3}" cx="{x}" cy="{y}" r="3.5"/>')
+        out.append(f'<text x="{x + 10}" y="{y + 5}">{escape(name)}</text>')
+    return "".join(out) + "</svg>"
+
+
+def ticks(most: float) -> list[float]:
+    """Round numbers from 0 to the first that is not below `most`: four to eight of them."""
+    if not most > 0:
+        return [0.0, 1.0]
+    step = 10.0 ** math.floor(math.log10(most / 4))
+    step *= next(m for m in (1, 2, 5, 10) if most / (m * step) <= 7)
+    return [i * step for i in range(math.ceil(most / step - 1e-9) + 1)]
+
+
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.4g}"

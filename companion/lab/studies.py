@@ -108,16 +108,21 @@ class Study:
             self.path.unlink(missing_ok=True)
 
     def save(self) -> None:
-        """Write beside the file, then put it in the file's place."""
-        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        try:
-            with open(partial, "w", encoding="utf-8") as f:
-                json.dump(self.data, f, indent=1, allow_nan=False)
-                f.flush()
-                os.fsync(f.fileno())
-            partial.replace(self.path)
-        finally:
-            partial.unlink(missing_ok=True)
+        """The file as a whole, or as it was."""
+        replace_file(self.path, json.dumps(self.data, indent=1, allow_nan=False))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write beside the file, then put it in the file's place."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with open(partial, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read(path: str | Path) -> dict:

@@ -63,12 +63,10 @@ class HTTPTransport:
 
     def connect(self, timeout: float) -> "HTTPConnection":
         host, port = self._url.hostname, self._url.port
+        raw = http.client.HTTPConnection(host, port, timeout=timeout)
         if self._url.scheme == "https":
-            raw = http.client.HTTPSConnection(
-                host, port, timeout=timeout, context=ssl.create_default_context()
-            )
-        else:
-            raw = http.client.HTTPConnection(host, port, timeout=timeout)
+            secure = ssl.create_default_context()
+            raw = http.client.HTTPSConnection(host, port, timeout=timeout, context=secure)
         where = f"{host}:{raw.port}"
         try:
             raw.connect()
@@ -94,9 +92,8 @@ class HTTPConnection:
         except TimeoutError:
             raise TransportError("timeout", f"no answer within {timeout:g} s") from None
         except (http.client.HTTPException, OSError) as e:
-            raise TransportError(
-                "dropped", f"the connection was lost before an answer ({_short(e)})"
-            ) from None
+            lost = f"the connection was lost before an answer ({_short(e)})"
+            raise TransportError("dropped", lost) from None
 
     def close(self) -> None:
         self._raw.close()
@@ -128,7 +125,7 @@ def _short(e: Exception) -> str:
     return getattr(e, "strerror", None) or type(e).__name__
 
 
-ENDINGS = ("/chat/completions", "/completions")
+PATHS = {"chat": "/chat/completions", "completions": "/completions"}
 
 
 def address(url: str) -> tuple[str, str, SplitResult]:
@@ -143,7 +140,7 @@ def address(url: str) -> tuple[str, str, SplitResult]:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
         raise ValueError(f"endpoint {url!r}; need an address such as http://127.0.0.1:8000")
     path = parts.path.rstrip("/")
-    for ending in ENDINGS:
+    for ending in PATHS.values():
         path = path.removesuffix(ending)
     path = path or "/v1"
     return f"{parts.scheme}://{parts.netloc}{path}", path, parts

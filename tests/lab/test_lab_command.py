@@ -11,11 +11,11 @@ from made_up import HERE, SPEC, MadeUpTarget, WritingServer
 from scripted import ScriptedClock, ScriptedTransport, refusal
 
 from companion.cost import decode_step
-from companion.lab import command, variants
+from companion.lab import command
+from companion.lab import local as here
 from companion.lab.points import CPU, GPU, LOCAL, SERVER, chosen, plan
-from companion.lab.probes import Probe
+from companion.lab.probes import Probe, peak_bandwidth
 from companion.lab.studies import read
-from companion.lab.targets import peak_bandwidth
 
 
 def run(*argv):
@@ -44,7 +44,7 @@ def local(monkeypatch, tmp_path):
 
     options = {}
     monkeypatch.setattr(companion.model, "load", lambda *a, **k: (Loaded(), None))
-    monkeypatch.setattr(variants, "targets_here", targets)
+    monkeypatch.setattr(here, "targets_here", targets)
     rates = [Probe("read", "fp32", HERE.bandwidth, 1e9, 1e9, 1), Probe("matmul", "fp32", 100e9, 1e9, 1e9, 1)]
     monkeypatch.setattr(probes, "probe", lambda *a, **k: rates)
     monkeypatch.chdir(tmp_path)
@@ -196,7 +196,7 @@ def test_the_key_is_in_no_file(server, monkeypatch, tmp_path, capsys):
         (WritingServer(), ("--spec", "lama-3.1-8b"), "near: llama-3.1-8b"),
         (WritingServer(), ("--hardware", "h100"), "near: h100"),
         (WritingServer(), ("--sweeps", "kv"), "sweeps: 'kv' is none here; accepted: context, batch, prefix"),
-        (WritingServer(), ("--rounds", "0"), "rounds must be at least 1"),
+        (WritingServer(), ("--rounds", "0"), "rounds must be a positive integer, got 0"),
         (WritingServer(), ("--contexts", "1,x"), "contexts must be whole numbers"),
         (WritingServer(), ("--batches", ""), "batches must be whole numbers"),
         (WritingServer(), ("--sweeps", " ,"), "sweeps: none named in ' ,'; accepted: context, batch"),

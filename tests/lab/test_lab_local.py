@@ -5,12 +5,14 @@ import torch
 from scripted import ScriptedClock
 
 from companion.cost import HardwareSpec, ModelSpec, active_parameters, decode_step, parameters
+from companion.lab.fit import HOLDS
 from companion.lab.local import (
     DecoderTarget,
     TransformersTarget,
     Variant,
     as_mixture,
     random_decoder,
+    targets_here,
     with_heads,
 )
 from companion.lab.points import (
@@ -28,8 +30,6 @@ from companion.lab.points import (
 )
 from companion.lab.probes import Stopwatch
 from companion.lab.studies import Study, sweep
-from companion.lab.variants import targets_here
-from companion.lab.verdicts import HOLDS
 
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from companion.cost import ModelSpec, decode_step, parameters
-from companion.lab import command, variants
+from companion.lab import command
+from companion.lab import local as here
 from companion.lab.local import TransformersTarget
 from companion.lab.points import Point, Shape
 from companion.lab.studies import read
@@ -83,7 +84,7 @@ def test_a_folder(saved, capsys, name):
 
 def test_the_library_runs_it(saved, monkeypatch):
     """Its own forward, in evaluation, with the cache that it makes for itself: windows are windows there."""
-    model, shape = variants.pretrained(str(saved("Mistral")))
+    model, shape = here.pretrained(str(saved("Mistral")))
     seen, forward = [], type(model).forward
 
     def spying(self, ids, cache=None, **options):
@@ -99,7 +100,7 @@ def test_the_library_runs_it(saved, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_formats_are_those_it_runs_in(saved, dtype):
-    model, shape = variants.pretrained(str(saved()), dtype=dtype)
+    model, shape = here.pretrained(str(saved()), dtype=dtype)
     own = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     assert model.dtype == dtype and not model.training
     assert (shape.weights, shape.kv, shape.compute_dtype) == (own, own, own)
@@ -107,12 +108,12 @@ def test_formats_are_those_it_runs_in(saved, dtype):
 
 
 def test_quantized_weights_are_predicted_by_their_bytes(saved):
-    model, shape = variants.pretrained(str(saved()))
+    model, shape = here.pretrained(str(saved()))
     with torch.no_grad():
         for p in model.parameters():
             p.data = p.data.to(torch.float8_e4m3fn)
     model.register_buffer("scales", torch.zeros(parameters(shape.spec) // 32))
-    assert variants.bits_held(model, shape.spec) == pytest.approx(9, abs=0.02)  # and 4 frequencies
+    assert here.bits_held(model, shape.spec) == pytest.approx(9, abs=0.02)  # and 4 frequencies
 
 
 def test_what_is_downloaded_has_a_name(saved, monkeypatch, tmp_path, capsys):
@@ -126,7 +127,7 @@ def test_what_is_downloaded_has_a_name(saved, monkeypatch, tmp_path, capsys):
     (cache / "models--me--tiny-one" / "refs" / "main").write_text(place.name)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(transformers.utils.hub, "HF_HUB_CACHE", str(cache), raising=False)
-    assert variants.cached_names() == ["me/tiny-one"]
+    assert here.cached_names() == ["me/tiny-one"]
     with pytest.raises(
         ValueError, match=r"'me/tiny-won' is no folder, and not downloaded; near: me/tiny-one$"
     ):
@@ -244,7 +245,7 @@ def test_a_device_that_is_not_there(saved, tmp_path):
 
 
 def test_too_long_a_context_is_a_fault_of_the_point(saved):
-    model, shape = variants.pretrained(str(saved("GPT2")))
+    model, shape = here.pretrained(str(saved("GPT2")))
     target = TransformersTarget(model, shape)
     assert target.measure(Point("context", 62, new_tokens=2)).fault is None
     assert (
@@ -254,7 +255,7 @@ def test_too_long_a_context_is_a_fault_of_the_point(saved):
 
 def test_a_model_that_keeps_no_cache_is_not_measured(saved, monkeypatch):
     """Its steps would be those of an empty context, and fast."""
-    model, shape = variants.pretrained(str(saved()))
+    model, shape = here.pretrained(str(saved()))
     forward = type(model).forward
 
     def forgetful(self, ids, cache=None, **options):
@@ -269,7 +270,7 @@ def test_a_model_that_keeps_no_cache_is_not_measured(saved, monkeypatch):
 
 
 def test_what_goes_wrong_inside_is_a_fault(saved):
-    model, _ = variants.pretrained(str(saved()))
+    model, _ = here.pretrained(str(saved()))
     wide = Shape(
         ModelSpec.from_config(MODELS["Llama"] | {"model_type": "llama", "vocab_size": 960}, name="wide")
     )

@@ -8,9 +8,8 @@ import pytest
 from bs4 import BeautifulSoup
 from made_up import HERE, MadeUpTarget
 
-from companion.lab.fit import chart, ticks
 from companion.lab.points import batch_points, context_points, shuffled
-from companion.lab.reports import report, write_report
+from companion.lab.reports import chart, report, ticks, write_report
 from companion.lab.studies import Study, read, sweep
 
 VOID = {"meta", "br"}
@@ -148,7 +147,7 @@ def test_an_interrupted_sweep_has_a_page(tmp_path):
 def test_the_page_is_written_whole(study, tmp_path):
     write_report(study, tmp_path / "r.html")
     assert (tmp_path / "r.html").read_text(encoding="utf-8") == report(study)
-    assert not (tmp_path / "r.html.part").exists()
+    assert {p.suffix for p in tmp_path.iterdir()} == {".html", ".json"}
 
 
 @pytest.mark.parametrize("most", [1e-9, 0.03, 1, 7, 99.9, 100, 131072, 3.3e12])

@@ -6,7 +6,9 @@ import pytest
 from made_up import HERE, SHAPE, SPEC, MadeUpTarget, WritingServer
 
 from companion.cost import HardwareSpec, kv_bytes, prefill, weight_bytes_read
-from companion.lab.answers import Answer
+from companion.lab.answers import Answer, together
+from companion.lab.client import EndpointTarget
+from companion.lab.fit import FAILS, HOLDS, UNTOLD
 from companion.lab.points import (
     Point,
     Run,
@@ -19,8 +21,6 @@ from companion.lab.points import (
     shuffled,
 )
 from companion.lab.studies import Study, read, sweep
-from companion.lab.targets import EndpointTarget, together
-from companion.lab.verdicts import FAILS, HOLDS, UNTOLD
 
 CONTEXTS = (64, 256, 1024, 2048, 4096)
 SETTINGS = {"seed": 1}

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from companion.lab.fit import Estimate, line, mean
-from companion.lab.verdicts import FAILS, HOLDS, UNTOLD, verdict
+from companion.lab.fit import FAILS, HOLDS, UNTOLD, Estimate, line, mean, verdict
 
 SIMULATIONS = 1500
 X = [128, 512, 1024, 2048, 4096]
