@@ -56,7 +56,7 @@ class Variant:
         )  # fmt: skip
 
 
-class _Target:
+class LocalTarget:
     """What both kinds of target share: facts, limits, and the order of what is timed."""
 
     faults: tuple[type[Exception], ...] = (RuntimeError, ValueError)  # no room; no such cache for this model
@@ -118,8 +118,8 @@ class _Target:
         raise NotImplementedError
 
 
-class DecoderTarget(_Target):
-    """The companion's decoder, or several variants of it that are compared.
+class DecoderTarget(LocalTarget):
+    """The companion's decoder, or several variants of it that are compared: `describe`, `warm_up`, `measure`.
 
     variants: by name; a plain Decoder is {"base": ...}. watch: a stopwatch of a test's own.
     """
@@ -142,8 +142,8 @@ class DecoderTarget(_Target):
         return forward, cache
 
 
-class TransformersTarget(_Target):
-    """A causal language model of transformers: its own forward, with the cache that it makes for itself."""
+class TransformersTarget(LocalTarget):
+    """A causal model of transformers, with the cache that it makes for itself: `describe`, `measure`."""
 
     faults = (IndexError, RuntimeError, TypeError, ValueError)
 
