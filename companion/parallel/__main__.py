@@ -23,16 +23,10 @@ from .weights import RandomWeights
 def tiny(experts: int) -> ModelSpec:
     """A small Llama, or a small Mixtral if it has experts."""
     config = {
-        "model_type": "mixtral" if experts else "llama",
-        "num_hidden_layers": 4,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 512,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    }
+        "model_type": "mixtral" if experts else "llama", "num_hidden_layers": 4, "hidden_size": 128,
+        "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512,
+        "rope_theta": 10000.0, "tie_word_embeddings": False,
+    }  # fmt: skip
     if experts:
         config |= {"num_local_experts": experts, "num_experts_per_tok": 2}
     return ModelSpec.from_config(config, name="tiny")

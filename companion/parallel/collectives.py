@@ -72,8 +72,7 @@ class Group:
         if self.size == 1:
             return x
         out = x.clone(memory_format=torch.contiguous_format)
-        self._do(dist.all_reduce, out, what=what, name="all_reduce")
-        self._count("all_reduce", x.nbytes, x.nbytes, x.nbytes, what)
+        self._do("all_reduce", what, 3 * (x.nbytes,), dist.all_reduce, out)
         return out
 
     def all_gather(self, x: Shaped[Tensor, "..."], what: str = "") -> Shaped[Tensor, "..."]:
@@ -81,8 +80,8 @@ class Group:
         if self.size == 1:
             return x[None]
         out = x.new_empty(self.size, *x.shape)
-        self._do(dist.all_gather, list(_bytes(out).chunk(self.size)), _bytes(x), what=what, name="all_gather")
-        self._count("all_gather", x.nbytes, self.size * x.nbytes, x.nbytes, what)
+        moved = x.nbytes, self.size * x.nbytes, x.nbytes
+        self._do("all_gather", what, moved, dist.all_gather, list(_bytes(out).chunk(self.size)), _bytes(x))
         return out
 
     def broadcast(self, x: Shaped[Tensor, "..."], source: int = 0, what: str = "") -> Shaped[Tensor, "..."]:
@@ -92,9 +91,9 @@ class Group:
         if self.size == 1:
             return x
         out = x.clone(memory_format=torch.contiguous_format)
-        self._do(dist.broadcast, _bytes(out), group_src=source, what=what, name="broadcast")
         sent = x.nbytes if self.rank == source else 0
-        self._count("broadcast", sent, x.nbytes - sent, sent, what)
+        moved = sent, x.nbytes - sent, sent
+        self._do("broadcast", what, moved, dist.broadcast, _bytes(out), group_src=source)
         return out
 
     def all_to_all(
@@ -118,8 +117,8 @@ class Group:
         out = x.new_empty(sum(receive), *x.shape[1:])
         row = math.prod(x.shape[1:]) * x.itemsize
         splits = [n * row for n in receive], [n * row for n in send]
-        self._do(dist.all_to_all_single, _bytes(out), _bytes(x), *splits, what=what, name="all_to_all")
-        self._count("all_to_all", x.nbytes, out.nbytes, row * (x.shape[0] - send[self.rank]), what)
+        moved = x.nbytes, out.nbytes, row * (x.shape[0] - send[self.rank])
+        self._do("all_to_all", what, moved, dist.all_to_all_single, _bytes(out), _bytes(x), *splits)
         return out
 
     @property
@@ -144,15 +143,17 @@ class Group:
             table[key(c)] = calls + 1, payload + c.payload
         return table
 
-    def _do(self, collective, *args, what: str, name: str, **options) -> None:
+    def _do(self, kind: str, what: str, moved: tuple[int, int, int], collective, *args, **options) -> None:
+        """Run a collective and count it. moved: bytes of its payload, received, abroad."""
         try:
             collective(*args, group=self.process_group, **options)
         except RuntimeError as e:
             purpose = f" ({what})" if what else ""
             raise RankLost(
-                f"rank {self.rank} of {self.size}: {name}{purpose} did not end within {self.timeout} s, or a "
+                f"rank {self.rank} of {self.size}: {kind}{purpose} did not end within {self.timeout} s, or a "
                 f"connection closed; a rank has died, is stuck, or is in another call: {e}"
             ) from e
+        self._count(kind, *moved, what)
 
     def _count(self, kind: str, payload: int, received: int, abroad: int, what: str) -> None:
         self.calls.append(Call(kind, payload, received, abroad, what))
@@ -194,12 +195,9 @@ def join(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
     try:
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
+            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
             timeout=timedelta(seconds=timeout),
-        )
+        )  # fmt: skip
     except RuntimeError as e:
         raise RankLost(f"rank {rank}: not all of {size} ranks came within {timeout} s: {e}") from e
     return Group(dist.group.WORLD, timeout=timeout)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..checks import whole
 from .collectives import Number, RankLost, join
 
 GRACE = 3.0  # seconds beyond `timeout` in which ranks may report their own errors once one has failed
@@ -64,8 +65,7 @@ def run(
     Raises RanksFailed if a rank raises or dies. The others then have `timeout` and some seconds to say what
     they saw, and are ended; no process is left behind. Raises ValueError for a function that cannot be sent.
     """
-    if isinstance(world, bool) or not isinstance(world, int) or world < 1:
-        raise ValueError(f"world={world!r}; need a number of processes of at least 1")
+    whole("world", world)
     work = pickle.dumps((_portable(fn), args, options))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="companion-") as folder:
@@ -73,8 +73,8 @@ def run(
         try:
             for rank in range(world):
                 ours, theirs = context.Pipe()
-                arguments = (rank, world, meeting, timeout, threads, theirs, work)
-                process = context.Process(target=_rank, args=arguments, daemon=True)
+                given = (rank, world, meeting, timeout, threads, theirs, work)
+                process = context.Process(target=_rank, args=given, daemon=True)
                 process.start()
                 theirs.close()  # so that its death is the end of the pipe
                 ranks.append(process)

@@ -1,17 +1,14 @@
 """A decoder on several ranks: narrower layers with two sums each, or experts to which the tokens travel.
 
-Tensor parallelism makes every rank a narrower model.
-
-A rank's part of a decoder is a decoder: some of the heads, a slice of every feed-forward's width. Its shape
-is `companion.cost.rank_spec`; its weights are slices of the whole model's, cut as they are asked for; its
-parts are those of `companion.model`, under their own names. What makes the parts one model is an all-reduce
-behind each attention and each feed-forward, where every rank has a partial sum:
+With tensor parallelism a rank's part of a decoder is a decoder: some of the heads, a slice of every
+feed-forward's width. Its shape is `companion.cost.rank_spec`, its parts are those of `companion.model`, under
+their own names. What makes the parts one model is an all-reduce behind each attention and each feed-forward,
+where every rank has a partial sum:
 
     columns of q, k, v (rows, as they are stored)   ->  own heads        ->  rows of o     ->  sum
     columns of gate, up                             ->  own width        ->  rows of down  ->  sum
 
-A bias behind the second product is added by one rank. Norms, embedding, head and routers are whole on every
-rank.
+A bias behind the second product is added by one rank. Norms, embedding, head and routers are whole on all.
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 
 In expert parallelism the experts stay where they are, and the tokens travel. Each rank owns some of the
@@ -68,11 +65,11 @@ def shard(
     take = Slices(spec, weights, tensor=(tensor.rank, tensor.size), expert=(expert.rank, expert.size))
     decoder = Decoder(take.part, take).eval()
     decoder.spec = part
-    if expert.size > 1:
-        spread(decoder, take, expert)
-    if tensor.size > 1:
-        for layer in decoder.blocks:
-            _reduce(layer, tensor)
+    for layer, block in enumerate(decoder.blocks):
+        if expert.size > 1 and isinstance(block.ffn, MoE):
+            block.ffn = _spread(decoder, block.ffn, take.router(layer), expert)
+        if tensor.size > 1:
+            _reduce(block, tensor)
     return decoder
 
 
@@ -162,30 +159,13 @@ class ExpertParallel(MoE):
     def routed(self, x: Float[Tensor, "T K"], routing: Routing) -> Float[Tensor, "T K"]:
         """The routed experts of all ranks, for this rank's tokens x (T, K)."""
         return exchanged_experts(
-            x,
-            self.w1,
-            self.w2,
-            routing.ids,
-            routing.weights,
-            group=self.group,
-            b1=self.b1,
-            b2=self.b2,
-            limit=self.swiglu_limit,
-            alpha=self.swiglu_alpha,
-        )
+            x, self.w1, self.w2, routing.ids, routing.weights, group=self.group, b1=self.b1, b2=self.b2,
+            limit=self.swiglu_limit, alpha=self.swiglu_alpha,
+        )  # fmt: skip
 
 
-def spread(decoder: Decoder, take: Slices, group: Group) -> None:
-    """Make `decoder`, built from `take`, send its tokens to the experts of all ranks of `group`, in place.
-
-    decoder.spec must say what its router chooses from: all experts.
-    """
-    for layer, block in enumerate(decoder.blocks):
-        if isinstance(block.ffn, MoE):
-            block.ffn = _whole_router(decoder, block.ffn, take.router(layer), group)
-
-
-def _whole_router(decoder: Decoder, own: MoE, router: tuple, group: Group) -> ExpertParallel:
+def _spread(decoder: Decoder, own: MoE, router: tuple, group: Group) -> ExpertParallel:
+    """`own`, a rank's mixture, with the whole model's router: its tokens go to the experts of all ranks."""
     layer = ExpertParallel.from_spec(decoder.spec, dtype=own.w1.dtype, device="meta")
     layer.group = group
     for name in ("w1", "w2", "b1", "b2", "shared_w1", "shared_w2", "shared_gate"):

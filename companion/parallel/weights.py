@@ -138,10 +138,9 @@ def _mixture(spec: ModelSpec, place: str, router: str, fused: bool) -> Iterator[
     if m.correction_bias:
         yield f"{place}{router}e_score_correction_bias", (m.experts,)
     if fused:  # gpt-oss
-        yield f"{place}experts.gate_up_proj", (m.experts, d, 2 * m.ffn)
-        yield f"{place}experts.gate_up_proj_bias", (m.experts, 2 * m.ffn)
-        yield f"{place}experts.down_proj", (m.experts, m.ffn, d)
-        yield f"{place}experts.down_proj_bias", (m.experts, d)
+        for name, inputs, outputs in (("gate_up_proj", d, 2 * m.ffn), ("down_proj", m.ffn, d)):
+            yield f"{place}experts.{name}", (m.experts, inputs, outputs)
+            yield f"{place}experts.{name}_bias", (m.experts, outputs)
     else:
         for e in range(m.experts):
             yield from _feed_forward(f"{place}experts.{e}.", d, m.ffn, False)
@@ -178,16 +177,14 @@ class Slices:
         self.part = part = rank_spec(spec, tensor=tensor[1], expert=expert[1])
         if expert[1] > 1:
             m, owned = part.moe, part.moe.experts // expert[1]
-            # Routed among the rank's own, this would be nonsense; `spread` puts the model's router there.
-            rule = m.routing and RoutingSpec()
-            own = replace(m, experts=owned, top_k=min(m.top_k, owned), routing=rule)
-            self.part = replace(part, moe=own)
+            # Routed among the rank's own, this would be nonsense; `shard` puts the model's router there.
+            own = {"experts": owned, "top_k": min(m.top_k, owned), "routing": m.routing and RoutingSpec()}
+            self.part = replace(part, moe=replace(m, **own))
 
     def __call__(self, name: str) -> Tensor:
         name = self._renumbered(name)
         x = self.whole(name)
-        cut = self._cut(name.split("."), x)
-        # A view would keep the whole tensor in memory.
+        cut = self._cut(name.split("."), x)  # a view, which would keep the whole tensor in memory
         return cut if cut is x else cut.clone(memory_format=torch.contiguous_format)
 
     def whole(self, name: str) -> Tensor:
@@ -225,7 +222,8 @@ class Slices:
         rank, ranks = self.tensor
         if part == "experts" and kind in FUSED:
             return self._fused(kind, equal(x, 0, *self.expert))
-        if self.family.experts is not None and ".".join([part, kind]) in self._router_names():
+        routers = [self.family.router + end for end in ("weight", "bias", "e_score_correction_bias")]
+        if self.family.experts is not None and f"{part}.{kind}" in routers:
             return equal(x, 0, *self.expert)
         if part in COLUMNS:
             return equal(x, 1, rank, ranks) if kind == "weight" else once(x, rank)
@@ -236,9 +234,6 @@ class Slices:
             copies = max(1, ranks // self.spec.kv_heads)
             return equal(x, 0, rank // copies, ranks // copies)
         return x
-
-    def _router_names(self) -> set[str]:
-        return {self.family.router + kind for kind in ("weight", "bias", "e_score_correction_bias")}
 
     def _fused(self, kind: str, x: Tensor) -> Tensor:
         """All experts in one: (E, 2N, K) and (E, K, N), or transposed with gate and up taking turns."""

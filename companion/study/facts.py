@@ -7,7 +7,6 @@ The text stays as it is when the chapters change, or numbers measured on it coul
 
 import hashlib
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..caches import Cache
+from ..checks import whole
 
 LICENCE = "CC BY 4.0: text of the book What a Token Costs, frozen"
 SHA256 = "c90d5ca910be694adbc56d01276c020eff969a29faca8b9f810f273c377376af"
@@ -79,9 +79,9 @@ def haystack(tokenizer: Encodes, length: int, *, needles: int = 8, seed: int = 0
     Raises ValueError for a length that the facts alone exceed or that the text does not fill, for more
     needles than names, and for a tokenizer to which an answer is not the same tokens in place.
     """
-    for what, value, most in (("length", length, None), ("needles", needles, len(NAMES))):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most and value > most):
-            raise ValueError(f"{what}={value!r}; need an integer from 1" + (f" to {most}" if most else ""))
+    length = whole("length", length)
+    if whole("needles", needles) > len(NAMES):
+        raise ValueError(f"needles must be at most {len(NAMES)}, the number of names, got {needles}")
     rng = random.Random(seed)
     names = rng.sample(NAMES, needles)
     numbers = ["".join(rng.choice("0123456789") for _ in range(DIGITS)) for _ in names]
@@ -129,12 +129,11 @@ def recall(model: torch.nn.Module, cache: Cache, haystack: Haystack) -> list[tup
             f"cache holds rows of {cache.row_lengths()} tokens; need one row, the {len(haystack.ids)} of the "
             "haystack"
         )
-    return [_asked(model, cache.fork(), prompt, answer) for prompt, answer in haystack.queries]
-
-
-def _asked(model, cache: Cache, prompt: Sequence[int], answer: Sequence[int]) -> tuple[bool, float]:
-    ids = torch.tensor([[*prompt, *answer[:-1]]], device=cache.device)
-    logits = model(ids, cache)[0, len(prompt) - 1 :].double()
-    target = torch.tensor(answer, device=logits.device)
-    right = bool((logits.argmax(-1) == target).all())
-    return right, float(F.cross_entropy(logits, target, reduction="sum"))
+    found = []
+    for prompt, answer in haystack.queries:
+        ids = torch.tensor([[*prompt, *answer[:-1]]], device=cache.device)
+        logits = model(ids, cache.fork())[0, len(prompt) - 1 :].double()
+        target = torch.tensor(answer, device=logits.device)
+        right = bool((logits.argmax(-1) == target).all())
+        found.append((right, float(F.cross_entropy(logits, target, reduction="sum"))))
+    return found

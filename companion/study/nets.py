@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ..checks import choice
 from ..cost import MLASpec, ModelSpec
 from ..formats import FP8_E4M3, INT2, INT4, INT8
 from ..quantize import codec
@@ -86,9 +87,8 @@ class RecallNet(nn.Module):
         if positions is None:
             positions = torch.arange(ids.shape[1])
         x = self.embed(ids)
-        cos, sin = self.layers[0].attention.rope.cos_sin(
-            positions, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
-        )
+        exact = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = self.layers[0].attention.rope.cos_sin(positions, dtype=exact)
         for layer in self.layers:
             x = layer(x, cos, sin, codec, absorbed)
         return self.head(self.norm(x if last is None else x[:, -last:]))
@@ -174,9 +174,8 @@ class Latent(nn.Module):
         nope, rotated = self._queries(x, cos, sin)
         q = torch.cat([nope @ self.key.weight.view(H, m.nope_dim, m.kv_rank), rotated], -1)
         k = torch.cat([latent, shared], -1)  # all that is cached: (B, 1, S, kv_rank + rope_dim)
-        o = F.scaled_dot_product_attention(
-            q, k, latent, is_causal=True, scale=m.qk_dim**-0.5, enable_gqa=True
-        )
+        scale = m.qk_dim**-0.5
+        o = F.scaled_dot_product_attention(q, k, latent, is_causal=True, scale=scale, enable_gqa=True)
         return self.out(_merge(o @ self.value.weight.view(H, m.v_dim, m.kv_rank).mT))
 
     def _queries(self, x, cos, sin):
@@ -210,9 +209,7 @@ def cache_bits(spec: ModelSpec, name: str | None) -> int:
 
 
 def _per_token(name: str, width: int):
-    if name not in CODECS:
-        raise ValueError(f"codec {name!r} is not known here; accepted: {', '.join(CODECS)}")
-    return codec(name, group=width)
+    return codec(choice("codec", name, CODECS), group=width)
 
 
 def sequences(
@@ -265,24 +262,33 @@ def accuracy(
     return right / answers.numel()
 
 
-def save_nets(nets: dict[str, RecallNet], path: Path = WEIGHTS) -> None:
-    """Write the weights of nets, by name of their variant, in float16."""
+def save_states(states: dict[str, dict[str, Tensor]], path: Path) -> None:
+    """Write state dicts by name, in float16."""
     from safetensors.torch import save_file
 
-    save_file(
-        {f"{name}/{k}": v.half() for name, net in nets.items() for k, v in net.state_dict().items()}, path
-    )
+    save_file({f"{name}/{k}": t.half() for name, state in states.items() for k, t in state.items()}, path)
+
+
+def load_state(kind: str, name: str, path: Path) -> dict[str, Tensor]:
+    """One of them in float32; ValueError, with the names, for one that is not stored. kind: what it is of."""
+    from safetensors.torch import load_file
+
+    weights = load_file(path)
+    mine = {k.split("/")[1]: t.float() for k, t in weights.items() if k.startswith(f"{name}/")}
+    if not mine:
+        there = ", ".join(sorted({k.split("/")[0] for k in weights}))
+        raise ValueError(f"{kind} {name!r} is not stored; there are: {there}")
+    return mine
+
+
+def save_nets(nets: dict[str, RecallNet], path: Path = WEIGHTS) -> None:
+    """Write the weights of nets, by name of their variant, in float16."""
+    save_states({name: net.state_dict() for name, net in nets.items()}, path)
 
 
 def load_net(name: str, path: Path = WEIGHTS) -> RecallNet:
     """A stored trained net in float32, by the name of its variant; ValueError for one that is not stored."""
-    from safetensors.torch import load_file
-
-    weights = load_file(path)
-    mine = {k.split("/")[1]: v.float() for k, v in weights.items() if k.startswith(f"{name}/")}
-    if not mine:
-        there = ", ".join(sorted({k.split("/")[0] for k in weights}))
-        raise ValueError(f"net {name!r} is not stored; there are: {there}")
+    state = load_state("net", name, path)
     net = RecallNet(VARIANTS[name])
-    net.load_state_dict(mine)
+    net.load_state_dict(state)
     return net.eval()

@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from ..checks import choice
 from ..cost import RoutingSpec
 from ..moe import MoE, Routing, aux_loss, gated
 from ..rope import Rope
 from .facts import text
+from .nets import load_state, save_states
 
 VARIANTS = ("moe bias", "moe aux", "moe none", "active", "total")
 EXPERTS, TOP_K = 16, 2
@@ -131,9 +133,7 @@ class Dense(nn.Module):
 
 def feed_forward(variant: str, d: int, width: int) -> MoE | Dense:
     """The mixture of EXPERTS of `width`, or the dense twin of TOP_K or of EXPERTS times that width."""
-    if variant not in VARIANTS:
-        raise ValueError(f"variant must be one of {', '.join(map(repr, VARIANTS))}; got {variant!r}")
-    if not variant.startswith("moe"):
+    if not choice("variant", variant, VARIANTS).startswith("moe"):
         return Dense(d, width * (TOP_K if variant == "active" else EXPERTS))
     rule = RoutingSpec("softmax", renormalize=True)
     return MoE(d, width, EXPERTS, TOP_K, routing=rule, correction_bias=variant == "moe bias")
@@ -226,20 +226,12 @@ def held_out(net: Reader, chunk: int = 64) -> tuple[float, Int64[Tensor, "L P S 
 
 def save_readers(readers: dict[str, dict[str, Tensor]], path: Path = WEIGHTS) -> None:
     """Write state dicts of readers, by name of their variant, in float16."""
-    from safetensors.torch import save_file
-
-    save_file({f"{v}/{k}": t.half() for v, state in readers.items() for k, t in state.items()}, path)
+    save_states(readers, path)
 
 
 def load_reader(variant: str, path: Path = WEIGHTS) -> Reader:
     """A stored trained reader, in float32; ValueError for a variant that is not stored."""
-    from safetensors.torch import load_file
-
-    weights = load_file(path)
-    mine = {k.split("/")[1]: t.float() for k, t in weights.items() if k.startswith(f"{variant}/")}
-    if not mine:
-        there = ", ".join(sorted({k.split("/")[0] for k in weights}))
-        raise ValueError(f"reader {variant!r} is not stored; there are: {there}")
+    state = load_state("reader", variant, path)
     net = Reader(variant)
-    net.load_state_dict(mine)
+    net.load_state_dict(state)
     return net.eval()

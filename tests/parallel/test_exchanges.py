@@ -193,7 +193,7 @@ def test_a_function_that_cannot_be_imported_is_refused():
     with pytest.raises(ValueError, match="cannot be imported"):
         run(2, lambda group: 1)
     assert _portable(parallel_ranks.dies) is parallel_ranks.dies
-    with pytest.raises(ValueError, match="world=0"):
+    with pytest.raises(ValueError, match="world must be a positive integer, got 0"):
         run(0, parallel_ranks.dies)
 
 
