@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from .checks import shape
+
 Number = int | float
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -113,17 +115,14 @@ def merge_partials(
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     if lses.shape != outs.shape[:-1] or lses.ndim < 3:
-        raise ValueError(
-            f"lses has shape {tuple(lses.shape)} and outs {tuple(outs.shape)} (splits in front); "
-            "need (N, B, Hq, ...) and the same with a last axis Dv"
-        )
+        got = f"{tuple(lses.shape)} for {tuple(outs.shape)}"
+        raise ValueError(f"lses must be (N, B, Hq, ...), as outs without its last axis Dv, got {got}")
     dtype = torch.float64 if torch.float64 in (outs.dtype, lses.dtype) else torch.float32
     lses = lses.to(dtype)
     lse = torch.logsumexp(lses, dim=0)
     total = lse
     if sinks is not None:
-        if sinks.shape != lse.shape[1:2]:
-            raise ValueError(f"sinks has shape {tuple(sinks.shape)}; need ({lse.shape[1]},), one per head")
+        shape("sinks", sinks, lse.shape[1])
         total = torch.logaddexp(lse, sinks.to(dtype).view(-1, *[1] * (lse.ndim - 2)).expand_as(lse))
     weights = torch.exp(lses - _finite_base(total))
     empty = (lses == -math.inf)[..., None]
@@ -190,54 +189,50 @@ def _finite_base(total: Tensor) -> Tensor:
 def _stacked(name: str, parts) -> Tensor:
     if isinstance(parts, Tensor):
         if parts.ndim == 0 or parts.shape[0] == 0:
-            raise ValueError(f"{name} has shape {tuple(parts.shape)}; need at least one split in front")
+            raise ValueError(f"{name} must be at least one split in front, got {tuple(parts.shape)}")
         return parts
     parts = list(parts)
     if not parts:
-        raise ValueError(f"{name} is empty; need at least one split")
+        raise ValueError(f"{name} must be at least one split, got none")
     if len({p.shape for p in parts}) > 1:
-        raise ValueError(f"{name} has splits of shapes {[tuple(p.shape) for p in parts]}; they must be equal")
+        raise ValueError(f"{name} must be splits of one shape, got {[tuple(p.shape) for p in parts]}")
     return torch.stack(parts)
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; need four axes (B, H, S, D)")
+        shape(name, x, "B", "H", "S", "D")
         if x.dtype not in _DTYPES or x.dtype != q.dtype:
-            raise ValueError(
-                f"{name} has dtype {x.dtype}; q, k and v need one of float16, bfloat16, float32, float64 "
-                f"(q has {q.dtype})"
-            )
+            kinds = "one of float16, bfloat16, float32, float64 in q, k and v"
+            raise ValueError(f"dtype of {name} must be {kinds}, got {x.dtype} (q is {q.dtype})")
     B, Hq, Sq, D = q.shape
     if k.shape[0] != B or k.shape[3] != D or D == 0:
-        raise ValueError(f"k has shape {tuple(k.shape)}; need ({B}, Hkv, Sk, {D}) with D > 0, to match q")
+        raise ValueError(f"k must be ({B}, Hkv, Sk, {D}) with D > 0, to match q, got {tuple(k.shape)}")
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v has shape {tuple(v.shape)}; need {tuple(k.shape[:3])} in front, to match k")
+        raise ValueError(f"v must be {tuple(k.shape[:3])} in front, to match k, got {tuple(v.shape)}")
     Hkv, Sk = k.shape[1:3]
     if Hkv == 0 or Hq % Hkv:
-        raise ValueError(f"q has {Hq} heads and k has {Hkv}; q's must be a multiple of k's")
+        raise ValueError(f"heads of q must be a multiple of k's {Hkv}, got {Hq}")
     if sinks is not None and (sinks.shape != (Hq,) or not sinks.is_floating_point()):
-        raise ValueError(
-            f"sinks has shape {tuple(sinks.shape)}, dtype {sinks.dtype}; need ({Hq},), one float per head"
-        )
+        got = f"{tuple(sinks.shape)} of {sinks.dtype}"
+        raise ValueError(f"sinks must be ({Hq},), one float per head, got {got}")
     if key_mask is not None:
         if key_mask.dtype != torch.bool:
-            raise ValueError(f"key_mask has dtype {key_mask.dtype}; need torch.bool, True where visible")
+            raise ValueError(f"key_mask must be torch.bool, True where visible, got {key_mask.dtype}")
         if key_mask.shape not in ((B, Sk), (B, Sq, Sk)):
-            raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}; need {(B, Sk)} or {(B, Sq, Sk)}")
+            raise ValueError(f"key_mask must be {(B, Sk)} or {(B, Sq, Sk)}, got {tuple(key_mask.shape)}")
 
 
 def checked_options(D: int, softmax_scale: Number | None, softcap: Number) -> tuple[float, float]:
     scale = D**-0.5 if softmax_scale is None else softmax_scale
     if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale={softmax_scale}; need a finite number, or None for D ** -0.5")
+        raise ValueError(f"softmax_scale must be a finite number, or None for D**-0.5, got {softmax_scale}")
     if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap={softcap}; need a finite number, 0 (off) or more")
+        raise ValueError(f"softcap must be a finite number, 0 (off) or more, got {softcap}")
     return float(scale), float(softcap)
 
 
 def _check_window(window_size) -> tuple[int, int]:
     if len(window_size) != 2 or any(not isinstance(w, int) or w < -1 for w in window_size):
-        raise ValueError(f"window_size={window_size}; need (left, right): integers, -1 for no bound")
+        raise ValueError(f"window_size must be (left, right), integers, -1 for no bound, got {window_size}")
     return tuple(window_size)

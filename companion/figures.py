@@ -18,6 +18,8 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 
+from .checks import choice, number, require
+
 COLORS = {
     "weights": "#3C50F0",
     "cache": "#EC5A10",  # keys and values
@@ -94,10 +96,8 @@ def figure(width: str = "full", height: float = 2.8, **subplots) -> tuple[Figure
     """
     import matplotlib.pyplot as plt
 
-    if width not in WIDTHS:
-        raise ValueError(f"width: got {width!r}, accepted: {', '.join(map(repr, WIDTHS))}")
-    if not 0.5 <= height <= 12:
-        raise ValueError(f"height: got {height!r}, accepted: 0.5 to 12 (inches)")
+    choice("width", width, WIDTHS)
+    number("height", height, 0.5, 12)  # inches
     return plt.subplots(figsize=(WIDTHS[width], height), **subplots)
 
 
@@ -113,12 +113,10 @@ def label_line(
     line = line[0] if isinstance(line, list) else line
     xs, ys = line.get_xdata(), line.get_ydata()
     if len(xs) == 0:
-        raise ValueError("line: got a line without points, accepted: one or more points")
+        raise ValueError("line must be of one point or more, got none")
     text = line.get_label() if text is None else text
     if text.startswith("_"):
-        raise ValueError(
-            f"text: got none for the unlabelled line {text!r}, accepted: a text or a labelled line"
-        )
+        raise ValueError(f"text must be given for a line without a label, got the line {text!r}")
     i = len(xs) - 1 if x is None else min(range(len(xs)), key=lambda j: abs(xs[j] - x))
     kw = {"color": readable(line.get_color()), "va": "center", "ha": "left", "annotation_clip": False} | kw
     return ax.annotate(text, (xs[i], ys[i]), xytext=offset, textcoords="offset points", **kw)
@@ -187,8 +185,7 @@ def tokens_formatter() -> FuncFormatter:
 def save(fig: Figure, path: str | Path) -> Path:
     """Write a figure as SVG: the same drawing gives the same bytes."""
     path = Path(path)
-    if path.suffix != ".svg":
-        raise ValueError(f"path: got {path.name!r}, accepted: a name that ends in .svg")
+    require(path.suffix == ".svg", "path", "a name that ends in .svg", path.name)
     with mpl.rc_context({"svg.hashsalt": STYLE["svg.hashsalt"], "svg.fonttype": "path"}):
         fig.savefig(path, **_SVG)
     return path

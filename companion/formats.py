@@ -121,9 +121,8 @@ def get(dtype: Any, *, argument: str = "dtype") -> Format:
     """The format of a name, of an alias, or of torch's dtype object. ValueError for what is none."""
     found = FORMATS.get(dtype_name(dtype))
     if found is None:
-        raise ValueError(
-            f"{argument} must be one of {', '.join(FORMATS)}, or a number of bits; got {dtype!r}"
-        )
+        known = ", ".join(FORMATS)
+        raise ValueError(f"{argument} must be one of {known}, or a number of bits, got {dtype!r}")
     return found
 
 

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .checks import choice, positive, require
+
 Number = int | float
 
 SCALINGS: dict[str, tuple[str, ...]] = {  # accepted kinds and the fields each must have
@@ -57,13 +59,13 @@ class Rope:
         interleaved: bool = False,
         partial: Number = 1.0,
     ):
-        _positive("theta", theta)
-        _positive("partial", partial)
+        positive("theta", theta)
+        positive("partial", partial, 1)
         scaling = dict(scaling or {})
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         _check_scaling(kind, scaling, theta, partial)
         rot_dim = int(head_dim * partial)
-        if partial > 1 or rot_dim < 2 or rot_dim % 2:
+        if rot_dim < 2 or rot_dim % 2:
             raise ValueError(
                 f"head_dim={head_dim} with partial={partial} rotates {rot_dim} dimensions; "
                 "need an even number, at least 2 and at most head_dim"
@@ -88,7 +90,7 @@ class Rope:
             float64 model has one definition, of which the float32 model is the rounding).
         """
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype={dtype}; accepted: torch.float32, torch.float64")
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
         angle = positions.to(dtype)[..., None] * self._inv_freq(positions.device, dtype)
         cos, sin = angle.cos(), angle.sin()
         if self.attention_factor != 1.0:
@@ -109,11 +111,10 @@ class Rope:
         """
         half = self.rot_dim // 2
         if x.shape[-1] != self.head_dim:
-            raise ValueError(f"x has head width {x.shape[-1]}; this Rope has head_dim={self.head_dim}")
+            raise ValueError(f"x must be of width head_dim={self.head_dim}, got {x.shape[-1]}")
         if cos.shape[-1] != half or cos.shape != sin.shape:
-            raise ValueError(
-                f"cos and sin have shapes {tuple(cos.shape)} and {tuple(sin.shape)}; need (..., {half}) both"
-            )
+            got = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+            raise ValueError(f"cos and sin must be of one shape (..., {half}), got {got}")
         if cos.ndim == 3 and x.ndim == 4:
             cos, sin = cos[:, None], sin[:, None]  # one axis for the heads
         turned = x if self.rot_dim == self.head_dim else x[..., : self.rot_dim]
@@ -150,31 +151,18 @@ class Rope:
         return self._placed[key]
 
 
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r}; need a positive finite number")
-
-
 def _check_scaling(kind: Any, scaling: dict[str, Any], theta: Number, partial: Number) -> None:
-    if kind not in SCALINGS:
-        raise ValueError(f"scaling type {kind!r} is not supported; accepted: {', '.join(SCALINGS)}")
-    missing = [field for field in SCALINGS[kind] if scaling.get(field) is None]
-    if missing:
-        raise ValueError(
-            f"scaling of type {kind!r} lacks {', '.join(missing)}; needed: {', '.join(SCALINGS[kind])}"
-        )
-    for field in SCALINGS[kind]:
-        _positive(f"scaling[{field!r}]", scaling[field])
+    for field in SCALINGS[choice("scaling type", kind, SCALINGS)]:
+        positive(f"scaling[{field!r}]", scaling.get(field))
     for field in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         if kind == "yarn" and scaling.get(field):  # None and 0 mean "not given", as in transformers
-            _positive(f"scaling[{field!r}]", scaling[field])
+            positive(f"scaling[{field!r}]", scaling[field])
     for field, name, given in (("rope_theta", "theta", theta), ("partial_rotary_factor", "partial", partial)):
-        if scaling.get(field, given) not in (None, given):
-            raise ValueError(f"scaling[{field!r}]={scaling[field]} disagrees with {name}={given}")
+        agrees = scaling.get(field, given) in (None, given)
+        require(agrees, f"scaling[{field!r}]", f"the same as {name}={given}", scaling.get(field))
     if kind == "llama3" and scaling["low_freq_factor"] == scaling["high_freq_factor"]:
         raise ValueError("scaling: low_freq_factor and high_freq_factor are equal; they must differ")
-    if kind == "yarn" and theta <= 1:
-        raise ValueError(f"theta={theta}; yarn scaling needs a base above 1")
+    require(kind != "yarn" or theta > 1, "theta", "above 1 for yarn scaling", theta)
 
 
 def _frequencies(kind: str, rot_dim: int, theta: Number, scaling: dict[str, Any]) -> tuple[Tensor, float]:

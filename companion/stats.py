@@ -37,7 +37,7 @@ def estimate(values: Sequence[Number]) -> Estimate:
     """Mean and standard error, s / sqrt(n) with s**2 = sum (x - mean)**2 / (n - 1)."""
     n = len(values)
     if n == 0:
-        raise ValueError("values is empty; need at least one sample")
+        raise ValueError("values must be at least one sample, got none")
     mean = math.fsum(values) / n
     if n == 1:
         return Estimate(mean, None, 1)
@@ -51,7 +51,7 @@ def clustered(samples: Sequence[Sequence[Number]]) -> Estimate:
     Raises ValueError for samples of different sizes, whose means would not weigh the same.
     """
     if len({len(s) for s in samples}) != 1 or not samples[0]:
-        raise ValueError(f"samples has sizes {sorted({len(s) for s in samples})}; need one size, at least 1")
+        raise ValueError(f"samples must be of one size, at least 1, got {sorted({len(s) for s in samples})}")
     return estimate([math.fsum(s) / len(s) for s in samples])
 
 
@@ -61,7 +61,7 @@ def paired(a: Sequence[Number], b: Sequence[Number]) -> Paired:
     With differences that are all the same the standard error is 0, and p is 1 (all of them 0) or 0.
     """
     if len(a) != len(b) or len(a) < 2:
-        raise ValueError(f"a has {len(a)} samples, b has {len(b)}; need the same ones, at least two")
+        raise ValueError(f"a and b must be of one length, at least 2, got {len(a)} and {len(b)}")
     n = len(a)
     e = estimate([x - y for x, y in zip(a, b)])
     if e.se == 0:
@@ -100,7 +100,7 @@ def two_sided(t: Number, df: int) -> float:
 def t_quantile(p: Number, df: int) -> float:
     """The number that Student's t with df degrees of freedom stays below with probability p, 0.5 <= p < 1."""
     if not 0.5 <= p < 1:
-        raise ValueError(f"p={p!r}; need a probability from 0.5 to below 1")
+        raise ValueError(f"p must be a probability from 0.5 to below 1, got {p!r}")
     if df > 200:  # Abramowitz and Stegun 26.7.5, right to 1e-7 here
         z = NormalDist().inv_cdf(p)
         g = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -128,7 +128,7 @@ def needed(difference: Number, sd: Number, *, alpha: Number = 0.05, power: Numbe
     n = ((t_alpha/2 + t_power) sd / difference)**2; within one or two samples of the exact power.
     """
     if not (difference and math.isfinite(difference)):
-        raise ValueError(f"difference={difference!r}; no number of samples finds a difference of nothing")
+        raise ValueError(f"difference must be a finite number other than 0, got {difference!r}")
     found = lambda n: detectable(sd, int(n), alpha=alpha, power=power) <= abs(difference)  # noqa: E731
     return int(_bisect(found, 2.0, 2))
 
@@ -137,9 +137,11 @@ def detectable(sd: Number, n: int, *, alpha: Number = 0.05, power: Number = 0.8)
     """The true difference that n samples find with probability `power`, by a paired test at level alpha."""
     _whole("n", n, 2)
     if not sd >= 0:
-        raise ValueError(f"sd={sd!r}; need a number of at least 0")
-    if not 0 < alpha < 1 or not 0.5 <= power < 1:
-        raise ValueError(f"alpha={alpha!r}, power={power!r}; need 0 < alpha < 1 and 0.5 <= power < 1")
+        raise ValueError(f"sd must be a number of at least 0, got {sd!r}")
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha must be above 0 and below 1, got {alpha!r}")
+    if not 0.5 <= power < 1:
+        raise ValueError(f"power must be from 0.5 to below 1, got {power!r}")
     return (t_quantile(1 - alpha / 2, n - 1) + t_quantile(power, n - 1)) * sd / math.sqrt(n)
 
 
@@ -169,7 +171,7 @@ def separated(
 
 def _whole(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}; need an integer of at least {least}")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 def _bisect(enough: Callable[[float], bool], high: float, least: int | None = None) -> float:

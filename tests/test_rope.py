@@ -267,7 +267,7 @@ def test_the_scaling_dict_is_left_as_it_was():
 
 @pytest.mark.parametrize("theta", [0, 0.0, -1e4, NAN, INF, True])
 def test_bad_theta(theta):
-    with pytest.raises(ValueError, match="theta="):
+    with pytest.raises(ValueError, match="theta must"):
         Rope(64, theta=theta)
 
 
@@ -276,23 +276,21 @@ def test_theta_has_no_default():
         Rope(64)
 
 
-@pytest.mark.parametrize(
-    "head_dim, partial", [(7, 1.0), (0, 1.0), (-2, 1.0), (64, 0.01), (6, 0.5), (64, 1.5)]
-)
+@pytest.mark.parametrize("head_dim, partial", [(7, 1.0), (0, 1.0), (-2, 1.0), (64, 0.01), (6, 0.5)])
 def test_a_rotated_width_that_cannot_be(head_dim, partial):
     with pytest.raises(ValueError, match="head_dim="):
         Rope(head_dim, theta=1e4, partial=partial)
 
 
-@pytest.mark.parametrize("partial", [0, 0.0, -0.5, NAN])
+@pytest.mark.parametrize("partial", [0, 0.0, -0.5, 1.5, NAN])
 def test_bad_partial(partial):
-    with pytest.raises(ValueError, match="partial="):
+    with pytest.raises(ValueError, match="partial must"):
         Rope(64, theta=1e4, partial=partial)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "YARN", None, 3])
 def test_unknown_scaling_lists_the_known(kind):
-    with pytest.raises(ValueError, match="not supported; accepted: default, linear, llama3, yarn"):
+    with pytest.raises(ValueError, match="scaling type must be one of default, linear, llama3, yarn, got"):
         Rope(64, theta=1e4, scaling={"rope_type": kind, "factor": 2.0})
 
 
@@ -302,7 +300,7 @@ def test_a_missing_or_bad_field_is_named(kind, field):
     Rope(64, theta=1e4, scaling=full)
     without = {n: x for n, x in full.items() if n != field}
     for scaling in (without, {**full, field: None}):
-        with pytest.raises(ValueError, match=f"lacks {field}"):
+        with pytest.raises(ValueError, match=f"{field}.* must .* got None"):
             Rope(64, theta=1e4, scaling=scaling)
     for bad in (0, -1.0, NAN, INF, "8", True):
         with pytest.raises(ValueError, match=field):
@@ -338,7 +336,7 @@ def test_shapes_that_do_not_fit():
     rope = Rope(8, theta=1e4)
     cos, sin = rope.cos_sin(torch.arange(3))
     apply = inspect.unwrap(Rope.apply_rope)  # past the shape check that the tests install
-    with pytest.raises(ValueError, match="x has head width 6"):
+    with pytest.raises(ValueError, match="x must .* head_dim=8, got 6"):
         apply(rope, torch.zeros(1, 1, 3, 6), cos, sin)
     with pytest.raises(ValueError, match="cos and sin"):
         apply(rope, torch.zeros(1, 1, 3, 8), cos[:, :2], sin[:, :2])

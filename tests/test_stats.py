@@ -27,7 +27,7 @@ def test_a_standard_error_by_hand():
     assert estimate([5]).se is None and estimate([2, 2, 2]).se == 0
     x = [random.Random(0).gauss(0, 1) for _ in range(50)]
     assert estimate(x).se == pytest.approx(statistics.stdev(x) / 50**0.5)
-    with pytest.raises(ValueError, match="values is empty"):
+    with pytest.raises(ValueError, match="values must be at least one"):
         estimate([])
 
 
@@ -36,7 +36,7 @@ def test_facts_of_one_haystack_count_as_one_sample():
     e = clustered(all_or_nothing)
     assert e.mean == 0.5 and e.n == 4 and e.se == pytest.approx(statistics.stdev([1, 0, 1, 0]) / 2)
     assert e.se > 2 * estimate([x for s in all_or_nothing for x in s]).se  # which took 32 of 4
-    with pytest.raises(ValueError, match="samples has sizes"):
+    with pytest.raises(ValueError, match="samples must be of one size"):
         clustered([[1, 2], [3]])
 
 
@@ -67,7 +67,7 @@ def test_quantiles_invert_the_tail_on_both_sides_of_the_change_of_method():
         for p in (0.6, 0.8, 0.975):
             assert 1 - two_sided(t_quantile(p, df), df) / 2 == pytest.approx(p, abs=1e-7)
     assert t_quantile(0.975, 15) == pytest.approx(2.1314, abs=1e-4)  # as in any table
-    with pytest.raises(ValueError, match="p=0.2"):
+    with pytest.raises(ValueError, match="p must .* got 0.2"):
         t_quantile(0.2, 5)
 
 
@@ -76,9 +76,9 @@ def test_paired_by_hand():
     assert (t.difference, t.n, t.sd) == (2, 3, pytest.approx(1)) and t.se == pytest.approx(1 / 3**0.5)
     assert t.p == pytest.approx(1 - 12**0.5 / math.sqrt(2 + 12))
     assert paired([1, 2], [1, 2]).p == 1 and paired([2, 3], [1, 2]).p == 0
-    with pytest.raises(ValueError, match="a has 2 samples, b has 3"):
+    with pytest.raises(ValueError, match="a and b must .* got 2 and 3"):
         paired([1, 2], [1, 2, 3])
-    with pytest.raises(ValueError, match="at least two"):
+    with pytest.raises(ValueError, match="at least 2"):
         paired([1], [2])
 
 
@@ -124,7 +124,7 @@ def test_how_many_scales_as_it_should():
     for bad, what in (((0, 1), "difference"), ((math.nan, 1), "difference"), ((1, -1), "sd")):
         with pytest.raises(ValueError, match=what):
             needed(*bad)
-    with pytest.raises(ValueError, match="n=1"):
+    with pytest.raises(ValueError, match="n must .* got 1"):
         detectable(1.0, 1)
 
 

@@ -207,7 +207,7 @@ def attend_seen(q, k, v, seen, *, softmax_scale, softcap, sinks, return_lse):
 def is_plain(q, softmax_scale, softcap, sinks, return_lse) -> bool:
     """Whether torch's fused attention computes what is asked, as exactly as the reference does."""
     if softmax_scale is not None and not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale={softmax_scale}; need a finite number, or None for D ** -0.5")
+        raise ValueError(f"softmax_scale must be a finite number, or None for D**-0.5, got {softmax_scale}")
     wide = q.is_cuda or q.dtype in (torch.float32, torch.float64)  # 16 bits on a CPU: the reference is wider
     return wide and not softcap and sinks is None and not return_lse
 

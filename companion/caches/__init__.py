@@ -9,6 +9,7 @@
 
 import torch
 
+from ..checks import choice
 from ..cost import ModelSpec
 from .adapter import as_transformers
 from .base import Attendable, Cache
@@ -85,15 +86,11 @@ def make_cache(
 
     Raises ValueError for an unknown kind or option, a size below 1, or a kind that does not fit the model.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is no cache; accepted: {', '.join(map(repr, KINDS))}")
-    make, known = KINDS[kind], OPTIONS.get(kind, ())
+    make, known = KINDS[choice("kind", kind, KINDS)], OPTIONS.get(kind, ())
     if kind == "paged" and options.get("codec") is not None:
         make, known = PagedQuantizedCache, OPTIONS["paged, with a codec"]
     elif kind == "paged":
         options.pop("codec", None)
-    if unknown := sorted(set(options) - set(known)):
-        raise ValueError(
-            f"{unknown[0]} is no option of this {kind} cache; accepted: {', '.join(known) or 'none'}"
-        )
+    for option in options:
+        choice(f"option of a {kind} cache", option, known)
     return make(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=torch.device(device), **options)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import require
 from .base import Cache
 
 
@@ -22,7 +23,7 @@ def as_transformers(cache: Cache) -> Any:
     from transformers.cache_utils import Cache as Theirs
 
     if not hasattr(cache, "read") or cache.spec.mla is not None:
-        raise ValueError(f"cache is a {type(cache).__name__}; accepted: contiguous, quantized, paged")
+        raise ValueError(f"cache must be contiguous, quantized or paged, got a {type(cache).__name__}")
     layer = _layer_class()
     theirs = Theirs(layers=[layer(cache, i) for i in range(cache.spec.layers)])
     theirs.companion = cache
@@ -66,8 +67,7 @@ def _layer_class() -> type:
 
         def crop(self, tokens_to_remove: int) -> None:
             """transformers counts tokens to remove downwards: -3 takes the last three away."""
-            if tokens_to_remove > 0:
-                raise ValueError(f"tokens_to_remove={tokens_to_remove}; need 0 or a negative number")
+            require(tokens_to_remove <= 0, "tokens_to_remove", "0 or negative", tokens_to_remove)
             if self.index == 0 and tokens_to_remove:  # once, for all layers
                 self.cache.crop(max(0, self.get_seq_length() + tokens_to_remove))
 

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..attend import Step
+from ..checks import require, shape, whole
 from ..cost import ModelSpec
 
 Number = int | float
@@ -35,7 +36,7 @@ def row_counts(lengths: Any, batch: int, S: int) -> list[int]:
     """`lengths` as a list: of each row's S tokens, how many are real. Raises ValueError if it can't be."""
     counts = whole_numbers(lengths)
     if len(counts) != batch or any(not 0 <= n <= S for n in counts):
-        raise ValueError(f"lengths={lengths!r}; need {batch} counts from 0 to S={S}")
+        raise ValueError(f"lengths must be {batch} counts from 0 to S={S}, got {lengths!r}")
     return counts
 
 
@@ -103,10 +104,8 @@ class Cache(ABC):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        for name, value in (("batch", batch), ("max_tokens", max_tokens)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}; need an integer of at least 1")
-        self.spec, self.batch, self.max_tokens = spec, batch, max_tokens
+        self.spec, self.batch = spec, whole("batch", batch)
+        self.max_tokens = whole("max_tokens", max_tokens)
         self.dtype, self.device = dtype, torch.device(device)
         # Per layer, because layers are written one after another within a step.
         self._rows: list[list[int]] = [[0] * batch for _ in range(spec.layers)]
@@ -190,7 +189,7 @@ class Cache(ABC):
         """
         keep = self._per_row(n)
         if len(keep) != self.batch or min(keep) < 0:
-            raise ValueError(f"n={n!r}; need a count of tokens, 0 or more, or {self.batch} of them")
+            raise ValueError(f"n must be a count of tokens, or {self.batch} of them, got {n!r}")
         self._check_crop(keep)
         for layer, rows in enumerate(self._rows):
             for b, (have, kept) in enumerate(zip(rows, keep)):
@@ -216,9 +215,7 @@ class Cache(ABC):
         )
 
     def _layer(self, layer: int) -> int:
-        if not 0 <= layer < self.spec.layers:
-            raise ValueError(f"layer={layer}; {self.spec.name} has layers 0 to {self.spec.layers - 1}")
-        return layer
+        return whole("layer", layer, 0, self.spec.layers - 1)
 
     def _window(self, layer: int) -> int | None:
         """How many tokens this layer sees, the newest included; None for all of them."""
@@ -281,20 +278,14 @@ class Cache(ABC):
     def _check_kv(self, k: Tensor, v: Tensor | None) -> None:
         """Keys and values of new tokens, for a cache that stores both."""
         heads = self.spec.kv_heads
-        self._check("k", k, (self.batch, heads, -1, self.spec.head_dim))
-        if v is None:
-            raise ValueError("v is None; this cache stores values beside its keys")
+        self._check("k", k, (self.batch, heads, "S", self.spec.head_dim))
+        require(v is not None, "v", "the values beside the keys", v)
         self._check("v", v, (self.batch, heads, k.shape[2], self.spec.v_head_dim))
         if self.step is not None and k.shape[2] > self.step:
-            raise ValueError(
-                f"k brings {k.shape[2]} tokens; this cache takes step={self.step} at most at once"
-            )
+            raise ValueError(f"k must be of at most step={self.step} tokens at once, got {k.shape[2]}")
 
-    def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-        """x is (B, heads, S, width); `shape` is what it must be, -1 for S."""
-        got = tuple(x.shape)
-        if len(got) != 4 or any(w not in (-1, g) for g, w in zip(got, shape)):
-            needed = ", ".join("S" if w == -1 else str(w) for w in shape)
-            raise ValueError(f"{name} has shape {got}; need ({needed})")
+    def _check(self, name: str, x: Tensor, expected: tuple[int | str, ...]) -> None:
+        """x is of the shape (B, heads, S, width) that is expected, and of the cache's type."""
+        shape(name, x, *expected)
         if x.dtype != self.dtype:
-            raise ValueError(f"{name} has dtype {x.dtype}; this cache holds {self.dtype}")
+            raise ValueError(f"{name} must be of the cache's dtype {self.dtype}, got {x.dtype}")

@@ -34,7 +34,7 @@ class ContiguousCache(Cache):
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
-        self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
+        self._check("q", q, (self.batch, self.spec.heads, "S", self.spec.head_dim))
         return self._look(layer, q, softmax_scale, softcap, sinks, return_lse)
 
     def _put(self, layer: int, k, v, before: list[int], new: list[int]) -> None:
@@ -95,7 +95,7 @@ class LatentCache(ContiguousCache):
         self._v = [k[..., : spec.mla.kv_rank] for k in self._k]
 
     def append(self, layer, k, v=None, *, lengths=None):
-        self._check("k", k, (self.batch, 1, -1, self.spec.mla.width))
+        self._check("k", k, (self.batch, 1, "S", self.spec.mla.width))
         if v is not None:
             raise ValueError("v must be None: a latent cache reads its values from the latent")
         before, new = self._plan(layer, k.shape[2], lengths)
@@ -104,7 +104,7 @@ class LatentCache(ContiguousCache):
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
         mla = self.spec.mla
-        self._check("q", q, (self.batch, self.spec.heads, -1, mla.width))
+        self._check("q", q, (self.batch, self.spec.heads, "S", mla.width))
         if softmax_scale is None:  # the trained scale is that of one unabsorbed head, not of the 576 numbers
             softmax_scale = mla.qk_dim**-0.5
         return self._look(layer, q, softmax_scale, softcap, sinks, return_lse)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..attend import Step, backend
 from ..attention import checked_options
+from ..checks import whole
 from .base import Cache, refuse_latent
 
 
@@ -56,15 +57,10 @@ class EvictingCache(Cache):
             raise ValueError(
                 f"{spec.name} has sliding layers, which forget by themselves; use kind='sliding'"
             )
-        _check_count("budget", budget, 1)
-        recent = -(-budget // 2) if recent is None else recent
-        step = min(budget, max_tokens) if step is None else step
-        _check_count("recent", recent, 1)
-        _check_count("step", step, 1)
-        if recent > budget:
-            raise ValueError(f"recent={recent}; need at most budget={budget}")
-        self.budget, self.recent, self.step = budget, recent, step
-        self.slots = min(max_tokens, budget + step)
+        self.budget = whole("budget", budget)
+        self.recent = whole("recent", -(-budget // 2) if recent is None else recent, 1, budget)
+        self.step = whole("step", min(budget, max_tokens) if step is None else step)
+        self.slots = min(max_tokens, budget + self.step)
         shape, layers = (batch, spec.kv_heads, self.slots), range(spec.layers)
         to = dict(dtype=dtype, device=device)
         self._k = [torch.zeros(*shape, spec.head_dim, **to) for _ in layers]
@@ -114,7 +110,7 @@ class EvictingCache(Cache):
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
-        self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
+        self._check("q", q, (self.batch, self.spec.heads, "S", self.spec.head_dim))
         S, fresh = q.shape[2], self._fresh[layer]
         starts = self._starts(layer, S)
         self._check_floor(layer, starts, S)
@@ -174,11 +170,6 @@ class EvictingCache(Cache):
     @property
     def nbytes_used(self):
         return self.nbytes // (self.spec.layers * self.batch * self.slots) * sum(map(sum, self._held))
-
-
-def _check_count(name: str, value, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}; need an integer of at least {least}")
 
 
 def _weights(q, k, seen, softmax_scale, softcap, sinks) -> tuple[Tensor, Tensor]:

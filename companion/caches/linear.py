@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import choice, require
 from .base import Cache, refuse_latent
 
 RULES = ("sum", "delta")
@@ -49,9 +50,7 @@ class LinearCache(Cache):
         refuse_latent(spec)
         if spec.sliding_layers:
             raise ValueError(f"{spec.name} has sliding layers; a state that sums all tokens has no window")
-        if rule not in RULES:
-            raise ValueError(f"rule={rule!r}; accepted: {', '.join(map(repr, RULES))}")
-        self.rule = rule
+        self.rule = choice("rule", rule, RULES)
         shape, wide = (batch, spec.kv_heads, spec.head_dim), torch.promote_types(dtype, torch.float32)
         to = dict(dtype=wide, device=device)
         self._s = [torch.zeros(*shape, spec.v_head_dim, **to) for _ in range(spec.layers)]
@@ -78,12 +77,12 @@ class LinearCache(Cache):
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
-        self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
+        self._check("q", q, (self.batch, self.spec.heads, "S", self.spec.head_dim))
         asked = dict(
             softmax_scale=softmax_scale, softcap=softcap or None, sinks=sinks, lse=return_lse or None
         )
-        if refused := [name for name, value in asked.items() if value is not None]:
-            raise ValueError(f"{refused[0]} belongs to a softmax; linear attention has none")
+        for name, value in asked.items():
+            require(value is None, name, "left out: linear attention has no softmax", value)
         B, Hq, S, D = q.shape
         heads = self.spec.kv_heads
         rows = self._features(q).reshape(B, heads, Hq // heads * S, D)  # query heads of a key head as rows

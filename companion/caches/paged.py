@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..attend import Step, backend
 from ..attend.step import Workspace
+from ..checks import require
 from ..cost import ModelSpec
 from ..paging import BlockManager, PagedSequence, blocks_needed
 from .base import Cache, Room, refuse_latent
@@ -110,11 +111,11 @@ class PagedCache(Cache):
             )
         elif storage.spec != spec or storage.dtype != dtype:
             have, need = (f"{s.name} in {d}" for s, d in ((storage.spec, storage.dtype), (spec, dtype)))
-            raise ValueError(f"storage holds {have}; need {need}")
-        elif block_size not in (None, storage.block_size):
-            raise ValueError(f"block_size={block_size}; the storage has blocks of {storage.block_size}")
-        if sequences is not None and len(sequences) != batch:
-            raise ValueError(f"sequences has {len(sequences)} entries; need batch={batch}")
+            raise ValueError(f"storage must be of {need}, got {have}")
+        elif block_size is not None:
+            require(block_size == storage.block_size, "block_size", "the storage's or None", block_size)
+        if sequences is not None:
+            require(len(sequences) == batch, "sequences", f"of batch={batch} entries", len(sequences))
         self.storage, self.block_size = storage, storage.block_size
         manager = storage.manager
         self._tables = (
@@ -141,7 +142,7 @@ class PagedCache(Cache):
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
-        self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
+        self._check("q", q, (self.batch, self.spec.heads, "S", self.spec.head_dim))
         return backend(q).attend(
             q,
             self.storage.k[layer],

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..attend import Step, backend
 from ..attend.by_torch import seen_keys
 from ..attention import merge_partials, sdpa
+from ..checks import require, whole
 from ..paging import BlockManager, blocks_needed
 from ..quantize import Codec, codec
 from ..quantize.codec import LIMIT
@@ -51,13 +52,10 @@ class QuantizedCache(Cache):
     ):
         super().__init__(spec, batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
         refuse_latent(spec)
-        if isinstance(residual, bool) or not isinstance(residual, int) or residual < 0:
-            raise ValueError(f"residual={residual!r}; need an integer of at least 0")
+        self.residual = whole("residual", residual, 0)
         chosen = codec if isinstance(codec, list) else [codec] * spec.layers
-        if len(chosen) != spec.layers:
-            raise ValueError(f"codec has {len(chosen)} entries; {spec.name} has {spec.layers} layers")
+        require(len(chosen) == spec.layers, "codec", f"a list of {spec.layers}, one a layer", codec)
         self.codecs = [_pair(c) for c in chosen]
-        self.residual = residual
         self._layers = [
             TailedLayer(pair, residual, batch, spec, max_tokens, dtype, self.device, **self._packing())
             for pair in self.codecs
@@ -92,7 +90,7 @@ class QuantizedCache(Cache):
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
-        self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
+        self._check("q", q, (self.batch, self.spec.heads, "S", self.spec.head_dim))
         store, rows, S = self._layers[layer], self._rows[layer], q.shape[2]
         step = self._step[layer] if self._fresh[layer] is not None else None
         stops = rows if step is None else step[2]  # from here on, the step's own tokens
@@ -164,11 +162,9 @@ class PagedQuantizedCache(QuantizedCache):
         self._tables = RowTables.new(self.manager, batch, device)
         shape = dict(batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
         super().__init__(spec, codec=codec, residual=residual, **shape)
-        if any(layer.unit != block_size for layer in self._layers):
-            unit = max(layer.unit for layer in self._layers)
-            raise ValueError(
-                f"block_size={block_size}; this codec groups {unit} tokens, need a multiple of that"
-            )
+        unit = max(layer.unit for layer in self._layers)
+        fits = all(layer.unit == block_size for layer in self._layers)
+        require(fits, "block_size", f"a multiple of {unit} tokens, the codec's group", block_size)
 
     def _packing(self):
         pool, blocks = self.manager.pool, partial(_blocks, self)
@@ -214,11 +210,9 @@ def _pair(choice: Choice | Sequence) -> tuple[Codec, Codec]:
         choice = choice, choice
     parts = choice if isinstance(choice, Sequence) else ()
     pair = tuple(codec(c) if isinstance(c, str) else c for c in parts)
-    if len(pair) != 2 or not all(isinstance(c, Codec) for c in pair):
-        raise ValueError(f"codec={choice!r}; need a name, a Codec, or a pair of them for keys and values")
-    for c in pair:
-        if c.name == "nvfp4" and c.fixed is None:
-            raise ValueError(
-                "codec nvfp4 needs a tensor_scale here: a cache that grows cannot look ahead for one"
-            )
+    fits = len(pair) == 2 and all(isinstance(c, Codec) for c in pair)
+    require(fits, "codec", "a name, a Codec, or a pair of them for keys and values", choice)
+    for c in pair:  # a cache that grows cannot look ahead for the scale of all
+        fixed = c.name != "nvfp4" or c.fixed is not None
+        require(fixed, "codec", "nvfp4 with a tensor_scale in a cache", c)
     return pair

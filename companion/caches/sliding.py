@@ -30,6 +30,7 @@ from ..attend import backend
 from ..attend.by_torch import attend_seen
 from ..attend.step import Ring, slot_of
 from ..attention import merge_partials, sdpa
+from ..checks import choice, whole
 from ..rope import Rope
 from .base import Cache, refuse_latent
 
@@ -49,10 +50,7 @@ class SlidingCache(Cache):
             raise ValueError(f"{spec.name} has no sliding layers; use kind='contiguous'")
         refuse_latent(spec)
         step = min(spec.window, max_tokens) if step is None else step
-        for name, value, least in (("step", step, 1), ("sink_tokens", sink_tokens, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r}; need an integer of at least {least}")
-        self.step, self.sink_tokens = step, sink_tokens
+        self.step, self.sink_tokens = whole("step", step), whole("sink_tokens", sink_tokens, 0)
         self.ring = spec.window + step - 1
         slots = min(max_tokens, sink_tokens + self.ring)
         self._slots = [slots if t == "sliding" else max_tokens for t in spec.layer_types]
@@ -90,7 +88,7 @@ class SlidingCache(Cache):
 
     def attend(self, layer, q, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False):
         self._layer(layer)
-        self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
+        self._check("q", q, (self.batch, self.spec.heads, "S", self.spec.head_dim))
         S, stops = q.shape[2], self._rows[layer]
         starts = self._starts(layer, S)
         n = min(max(stops), self._slots[layer])
@@ -205,14 +203,10 @@ class StreamingCache(SlidingCache):
             raise ValueError(
                 f"{spec.name} has sliding layers of its own; use kind='sliding' with sink_tokens"
             )
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ValueError(f"window={window!r}; need an integer of at least 1")
-        if positions not in ("cache", "text"):
-            raise ValueError(f"positions={positions!r}; accepted: 'cache', 'text'")
-        if positions == "cache" and rope is None:
-            rope = _rope_of(spec)
-        if positions == "cache" and rope.head_dim != spec.head_dim:
-            raise ValueError(f"rope has head_dim={rope.head_dim}; {spec.name} has {spec.head_dim}")
+        whole("window", window)
+        if choice("positions", positions, ("cache", "text")) == "cache":
+            rope = _rope_of(spec) if rope is None else rope
+            whole("head_dim", rope.head_dim, spec.head_dim, spec.head_dim, owner="rope")
         windowed = dataclasses.replace(spec, window=window, layer_types=("sliding",) * spec.layers)
         to = dict(batch=batch, max_tokens=max_tokens, dtype=dtype, device=device)
         super().__init__(windowed, step=step, sink_tokens=sink_tokens, **to)
@@ -225,7 +219,7 @@ class StreamingCache(SlidingCache):
         options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=return_lse)
         if self.rope is None or not s or max(stops) <= s + window:  # nothing dropped: both counts agree
             return super().attend(layer, q, **options)
-        self._check("q", q, (self.batch, self.spec.heads, -1, self.spec.head_dim))
+        self._check("q", q, (self.batch, self.spec.heads, "S", self.spec.head_dim))
         S = q.shape[2]
         starts = self._starts(layer, S)
         self._check_held(layer, starts, S)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checks import whole
+from ..checks import choice, positive, require, whole
 from .families import DEFAULTS, FIXED, SAME_AS, WINDOW_EVERYWHERE, refuse
 from .parts import mla_of, moe_of
 
@@ -61,21 +61,17 @@ class Reader:
 
     def text(self, field: str, default: str) -> str:
         value = self.raw(field)
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"{self.owner}: {field} must be a string, got {value!r}")
+        require(value is None or isinstance(value, str), field, "a string", value, owner=self.owner)
         return value or default
 
     def number(self, field: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"{self.owner}: {field} must be a positive number, got {value!r}")
-        return float(value)
+        return positive(field, value, owner=self.owner)
 
     def flag(self, field: str, default: bool = False) -> bool:
         value = self.raw(field)
         if value is None:
             return default
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.owner}: {field} must be true or false, got {value!r}")
+        require(isinstance(value, bool), field, "true or false", value, owner=self.owner)
         return value
 
 
@@ -83,8 +79,8 @@ def read_config(config: Mapping | str | os.PathLike) -> tuple[dict, str | None]:
     """The configuration as a dict, and a name taken from the path (None for a dict)."""
     if isinstance(config, Mapping):
         return dict(config), None
-    if not isinstance(config, str | os.PathLike):
-        raise ValueError(f"config must be a dict or a path to config.json, got {type(config).__name__}")
+    is_path = isinstance(config, str | os.PathLike)
+    require(is_path, "config", "a dict or a path to config.json", type(config))
     path = Path(config)
     if path.is_dir():
         path = path / "config.json"
@@ -94,8 +90,7 @@ def read_config(config: Mapping | str | os.PathLike) -> tuple[dict, str | None]:
         raise ValueError(f"config: cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise ValueError(f"config: {path} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"config: {path} must hold a JSON object, got {type(data).__name__}")
+    require(isinstance(data, dict), str(path), "a JSON object", type(data), owner="config")
     stem = path.parent.resolve().name if path.stem == "config" else path.stem
     return data, stem or None
 
@@ -106,8 +101,7 @@ def language_model(config: dict) -> dict:
         inner = config.get(key)
         if inner is None:
             continue
-        if not isinstance(inner, Mapping):
-            raise ValueError(f"config: {key} must be an object, got {inner!r}")
+        require(isinstance(inner, Mapping), key, "an object", inner, owner="config")
         merged = dict(inner)
         for field in ("model_type", "tie_word_embeddings"):
             if field in config and merged.get(field) is None:
@@ -125,8 +119,7 @@ def _rope(read: Reader) -> tuple[float | None, dict | None, float]:
     if ropes is None:
         ropes = read.raw("rope_scaling")
     ropes = {} if ropes is None else ropes
-    if not isinstance(ropes, Mapping):
-        raise ValueError(f"{read.owner}: rope_scaling must be an object or null, got {ropes!r}")
+    require(isinstance(ropes, Mapping), "rope_scaling", "an object or null", ropes, owner=read.owner)
     if isinstance(ropes.get("full_attention"), Mapping):  # one entry per layer type (Gemma 3, OLMo 3)
         ropes = ropes["full_attention"]
     ropes = dict(ropes)
@@ -144,13 +137,11 @@ def _layer_types(read: Reader, kind: str, layers: int) -> tuple[int | None, tupl
     listed = read.raw("layer_types")
     window = read.integer("sliding_window", None, zero=True) or None
     if listed is not None:
-        if not isinstance(listed, list | tuple) or len(listed) != layers:
-            size = len(listed) if isinstance(listed, list | tuple) else listed
-            raise ValueError(f"{read.owner}: layer_types must list num_hidden_layers={layers}, got {size!r}")
-        for entry in listed:
-            if not isinstance(entry, str) or entry not in _LAYER_TYPES:
-                accepted = ", ".join(_LAYER_TYPES)
-                raise ValueError(f"{read.owner}: layer_types may hold {accepted}; got {entry!r}")
+        require(isinstance(listed, list | tuple), "layer_types", "a list", listed, owner=read.owner)
+        fits = f"of num_hidden_layers={layers} entries"
+        require(len(listed) == layers, "layer_types", fits, len(listed), owner=read.owner)
+        for i, entry in enumerate(listed):
+            choice(f"layer_types[{i}]", entry, _LAYER_TYPES, owner=read.owner)
         if "chunked_attention" in listed:  # a chunk is at most this long: an upper bound on the cache
             window = read.integer("attention_chunk_size")
         types = tuple(_LAYER_TYPES[t] for t in listed)
@@ -186,8 +177,7 @@ def read_fields(config: Mapping | str | os.PathLike, name: str | None = None) ->
     data, stem = read_config(config)
     data = language_model(data)
     kind = data.get("model_type") or "unknown"
-    if not isinstance(kind, str):
-        raise ValueError(f"config: model_type must be a string, got {kind!r}")
+    require(isinstance(kind, str), "model_type", "a string", kind, owner="config")
     family = SAME_AS.get(kind, kind)
     name = name or stem or kind
     read = Reader(data, family, f"config of {name!r}")
@@ -207,10 +197,8 @@ def read_fields(config: Mapping | str | os.PathLike, name: str | None = None) ->
                 f"num_attention_heads={heads}"
             )
         head_dim = d_model // heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"{read.owner}: num_key_value_heads must divide num_attention_heads={heads}, got {kv_heads}"
-        )
+    fits = f"a divisor of num_attention_heads={heads}"
+    require(heads % kv_heads == 0, "num_key_value_heads", fits, kv_heads, owner=read.owner)
     moe = moe_of(read, family, ffn, layers)
     if moe and read.flag("mlp_bias"):
         raise ValueError(f"{read.owner}: mlp_bias is true; biases beside experts are not counted")

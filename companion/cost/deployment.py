@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
-from ..checks import choice, positive, whole
+from ..checks import choice, number, positive, whole
 from ..formats import BF16, FORMATS, bits_per_value
 from .memory import SHARDINGS, parameters
 from .registry import HardwareSpec, hardware, models, resolve_hardware, resolve_model
@@ -72,7 +72,7 @@ def _count(least: int = 1) -> Callable[[str, Any], int]:
 
 
 def _seconds(name: str, value: Any) -> float:
-    return 0.0 if value == 0 and not isinstance(value, bool) else positive(name, value, owner="size")
+    return number(name, value, 0, owner="size")
 
 
 def _rate(name: str, value: Any) -> float:

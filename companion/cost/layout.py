@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..checks import positive
+from ..checks import number, positive
 from ..formats import BF16, FP16, FP32, bytes_for
 from .memory import (
     expert_parameters,
@@ -101,8 +101,7 @@ class Link:
 
     def __post_init__(self) -> None:
         positive("link_bandwidth", self.bandwidth, owner="size")
-        if self.latency != 0:
-            positive("link_latency", self.latency, owner="size")
+        number("link_latency", self.latency, 0, owner="size")
 
     def seconds(self, layout: Layout, tokens: int, dtype) -> float | None:
         """All exchanges of a step of `tokens` tokens per group, one after another: nothing overlaps.

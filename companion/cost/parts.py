@@ -6,11 +6,10 @@ A `ModelSpec` holds at most one of each. They are read out of a configuration he
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import choice, whole
+from ..checks import choice, number, require, whole
 from .families import MOE_FIXED
 
 SCORES = ("softmax", "sigmoid", "topk_softmax")
@@ -49,24 +48,15 @@ def check_routing(
     """Raise a ValueError, naming the argument, for a rule that cannot choose `top_k` of `experts`."""
     choice("score", score, SCORES)
     choice("group_score", group_score, GROUP_SCORES)
-    for name, value in (("top_k", top_k), ("groups", groups), ("topk_groups", topk_groups)):
-        whole(name, value)
-    if top_k > experts:
-        raise ValueError(f"top_k must be at most the number of experts, {experts}; got {top_k}")
-    if experts % groups:
-        raise ValueError(f"groups must divide the number of experts, {experts}; got {groups}")
-    if topk_groups > groups:
-        raise ValueError(f"topk_groups must be at most groups={groups}, got {topk_groups}")
+    whole("top_k", top_k, 1, experts)
+    require(experts % whole("groups", groups) == 0, "groups", f"a divisor of {experts} experts", groups)
     size = experts // groups
-    if topk_groups * size < top_k:
-        raise ValueError(
-            f"topk_groups={topk_groups} groups of {size} experts are fewer than top_k={top_k}; "
-            f"need at least {-(-top_k // size)}"
-        )
-    if groups > 1 and group_score == "top2_sum" and size < 2:
-        raise ValueError(f"group_score='top2_sum' needs groups of at least 2 experts, got {groups} of {size}")
-    if isinstance(scaling, bool) or not isinstance(scaling, int | float) or not math.isfinite(scaling):
-        raise ValueError(f"scaling must be a finite number, got {scaling!r}")
+    whole("topk_groups", topk_groups, 1, groups)
+    need = -(-top_k // size)
+    require(topk_groups >= need, "topk_groups", f"at least {need} for top_k={top_k}", topk_groups)
+    pairs = groups == 1 or group_score != "top2_sum" or size >= 2
+    require(pairs, "groups", "of at least 2 experts each for group_score='top2_sum'", groups)
+    number("scaling", scaling)
 
 
 @dataclass(frozen=True)
@@ -132,12 +122,11 @@ class MoESpec:
     swiglu_alpha: float = 1.702
 
     def __post_init__(self):
-        for name in ("experts", "top_k", "ffn"):
+        for name in ("experts", "ffn"):
             whole(name, getattr(self, name), owner="MoESpec")
         for name in ("shared", "shared_ffn", "first_dense"):
             whole(name, getattr(self, name), 0, owner="MoESpec")
-        if self.top_k > self.experts:
-            raise ValueError(f"MoESpec: top_k must be at most experts={self.experts}, got {self.top_k}")
+        whole("top_k", self.top_k, 1, self.experts, owner="MoESpec")
         if self.routing is not None:
             self.routing.check(self.experts, self.top_k)
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -173,17 +162,14 @@ def moe_of(read: Any, kind: str, ffn: int, layers: int) -> MoESpec | None:
         shared, shared_ffn = 1, width
     elif read.raw("shared_expert_intermediate_size"):
         shared, shared_ffn = 1, read.integer("shared_expert_intermediate_size")
-    top_k = read.integer("num_experts_per_tok")
-    if top_k > experts:
-        raise ValueError(f"{read.owner}: num_experts_per_tok must be at most {experts}, got {top_k}")
+    top_k = whole("num_experts_per_tok", read.integer("num_experts_per_tok"), 1, experts, owner=read.owner)
     step, every = read.integer("decoder_sparse_step", 1), read.integer("moe_layer_freq", 1)
     dense = {i for i in range(layers) if (i + 1) % step or i % every}
     for field, keep in (("mlp_only_layers", True), ("moe_layers", False)):
         listed = read.raw(field)
         if listed is None:
             continue
-        if not isinstance(listed, list | tuple):
-            raise ValueError(f"{read.owner}: {field} must be a list of layers, got {listed!r}")
+        require(isinstance(listed, list | tuple), field, "a list of layers", listed, owner=read.owner)
         listed = {whole(field, i, 0, owner=read.owner) for i in listed}
         dense |= listed if keep else set(range(layers)) - listed
     return MoESpec(
@@ -242,14 +228,13 @@ def routing_of(read: Any, family: str, experts: int, top_k: int) -> dict[str, An
 def _deepseek_v2(read: Any) -> RoutingSpec:
     """Softmax, never renormalised; groups only under its own method."""
     _only(read, "scoring_func", "softmax")
-    if read.flag("norm_topk_prob", False):
-        raise ValueError(f"{read.owner}: norm_topk_prob must be false in this family, got True")
+    normed = read.flag("norm_topk_prob", False)
+    require(not normed, "norm_topk_prob", "false in this family", normed, owner=read.owner)
     scaling = _number(read, "routed_scaling_factor", 1.0)
     method = read.text("topk_method", "greedy")
     if method == "greedy":
         return RoutingSpec(renormalize=False, scaling=scaling)
-    if method != "group_limited_greedy":
-        raise ValueError(f"{read.owner}: topk_method must be greedy or group_limited_greedy, got {method!r}")
+    choice("topk_method", method, ("greedy", "group_limited_greedy"), owner=read.owner)
     groups, topk_groups = read.integer("n_group"), read.integer("topk_group")
     return RoutingSpec("softmax", False, groups, topk_groups, "max", scaling)
 
@@ -260,7 +245,5 @@ def _number(read: Any, field: str, default: float) -> float:
 
 
 def _only(read: Any, field: str, accepted: str) -> None:
-    if read.text(field, accepted) != accepted:
-        raise ValueError(
-            f"{read.owner}: {field} must be {accepted!r} in this family, got {read.raw(field)!r}"
-        )
+    text = read.text(field, accepted)
+    require(text == accepted, field, f"{accepted!r} in this family", text, owner=read.owner)

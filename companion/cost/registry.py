@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..checks import near_names, plain, positive, whole
+from ..checks import choice, near_names, plain, positive, require, whole
 from ..formats import BF16, FP16, FP32, dtype_name
 from .spec import ModelSpec
 
@@ -44,8 +44,8 @@ class HardwareSpec:
         if self.device_bytes is not None:
             object.__setattr__(self, "device_bytes", whole("device_bytes", self.device_bytes, owner=owner))
         object.__setattr__(self, "bandwidth", positive("bandwidth", self.bandwidth, owner=owner))
-        if not isinstance(self.flops, Mapping) or not self.flops:
-            raise ValueError(f"{owner}: flops must map formats to operations per second, got {self.flops!r}")
+        listed = isinstance(self.flops, Mapping) and bool(self.flops)
+        require(listed, "flops", "a map of formats to operations per second", self.flops, owner=owner)
         rates = {dtype_name(k): positive(f"flops[{k!r}]", v, owner=owner) for k, v in self.flops.items()}
         object.__setattr__(self, "flops", rates)
 
@@ -83,10 +83,7 @@ class HardwareSpec:
 
     def peak(self, dtype="bf16") -> float:
         """Operations per second in `dtype`; ValueError if the device has no such units."""
-        name = dtype_name(dtype)
-        if name not in self.flops:
-            raise ValueError(f"compute_dtype: {self.name} computes in {', '.join(self.flops)}; got {dtype!r}")
-        return self.flops[name]
+        return self.flops[choice("compute_dtype", dtype_name(dtype), self.flops, owner=self.name)]
 
     def ridge(self, dtype="bf16") -> float:
         """FLOPs per byte above which the device is limited by arithmetic, not by memory."""
@@ -174,15 +171,13 @@ def resolve_model(model: ModelSpec | str) -> ModelSpec:
     """A ModelSpec from one or from a name of `companion.cost.models`."""
     if isinstance(model, ModelSpec):
         return model
-    if isinstance(model, str):
-        return models[model]
-    raise ValueError(f"model must be a ModelSpec or a name, got {type(model).__name__}")
+    require(isinstance(model, str), "model", "a ModelSpec or a name", type(model))
+    return models[model]
 
 
 def resolve_hardware(device: HardwareSpec | str) -> HardwareSpec:
     """A HardwareSpec from one or from a name of `companion.cost.hardware`."""
     if isinstance(device, HardwareSpec):
         return device
-    if isinstance(device, str):
-        return hardware[device]
-    raise ValueError(f"hardware must be a HardwareSpec or a name, got {type(device).__name__}")
+    require(isinstance(device, str), "hardware", "a HardwareSpec or a name", type(device))
+    return hardware[device]

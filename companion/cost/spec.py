@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..checks import choice, whole
+from ..checks import choice, require, whole
 from .config import read_fields
 from .parts import MLASpec, MoESpec
 
@@ -80,19 +80,16 @@ class ModelSpec:
         for name in ("max_context", "window"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), owner=owner)
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"{owner}: heads must be a multiple of kv_heads={self.kv_heads}, got {self.heads}"
-            )
+        grouped, shared = self.heads % self.kv_heads == 0, f"a multiple of kv_heads={self.kv_heads}"
+        require(grouped, "heads", shared, self.heads, owner=owner)
         choice("qk_norm", self.qk_norm, QK_NORMS, owner=owner)
         types = tuple(self.layer_types) or ("sliding" if self.window else "full",) * self.layers
-        bad = [t for t in types if t not in LAYER_TYPES]
-        if bad:
-            raise ValueError(f"{owner}: layer_types may hold {LAYER_TYPES}, got {bad[0]!r}")
-        if len(types) != self.layers:
-            raise ValueError(f"{owner}: layer_types must have layers={self.layers} entries, got {len(types)}")
-        if "sliding" in types and self.window is None:
-            raise ValueError(f"{owner}: window must be set when layer_types holds 'sliding', got None")
+        for i, kind in enumerate(types):
+            choice(f"layer_types[{i}]", kind, LAYER_TYPES, owner=owner)
+        entries = f"of layers={self.layers} entries"
+        require(len(types) == self.layers, "layer_types", entries, len(types), owner=owner)
+        if "sliding" in types:
+            require(self.window, "window", "set when layer_types holds 'sliding'", self.window, owner=owner)
         # A frozen dataclass is filled in through object.__setattr__.
         object.__setattr__(self, "layer_types", types)
         if not self.v_head_dim:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from numbers import Real
 
-from ..checks import choice, positive, whole
+from ..checks import choice, number, positive, whole
 from ..formats import bits_per_value, bytes_for
 from .flops import LOGITS, decode_attention_flops, prefill_attention_flops, prefill_flops
 from .memory import cached_values, matmul_parameters, share_of_cache, weight_bytes_read
@@ -97,7 +97,7 @@ def _cost(
     reached = efficiency
     if compute_efficiency is not None:
         reached = positive("compute_efficiency", compute_efficiency, 1, owner=owner)
-    overhead = 0.0 if overhead_seconds == 0 else positive("overhead_seconds", overhead_seconds, owner=owner)
+    overhead = number("overhead_seconds", overhead_seconds, 0, owner=owner)
     bandwidth = device.bandwidth * efficiency
     peak = device.peak(compute_dtype or device.default_compute) * reached
     read = weight_bytes_read(model, tokens, weights, experts=experts)
@@ -229,8 +229,7 @@ def expected_tokens(alpha: Real, gamma: int) -> float:
     3.3616
     """
     gamma = whole("gamma", gamma, 0, owner="expected_tokens")
-    if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
-        raise ValueError(f"expected_tokens: alpha must be a number from 0 to 1, got {alpha!r}")
+    number("alpha", alpha, 0, 1, owner="expected_tokens")
     return float(math.fsum(alpha**i for i in range(gamma + 1)))  # the sum has no 0 / 0 at alpha = 1
 
 
@@ -247,9 +246,8 @@ def speculative_speedup(
     """
     rows = whole("gamma", gamma, 0, owner="speculative_speedup") + 1
     price = pass_cost(rows) if callable(pass_cost) else pass_cost
-    for name, value, least in (("pass_cost", price, 0), ("draft_cost", draft_cost, -1)):
-        if not isinstance(value, Real) or not least < value < math.inf or value < 0:
-            raise ValueError(f"speculative_speedup: {name} must be a positive finite number, got {value!r}")
+    positive("pass_cost", price, owner="speculative_speedup")
+    number("draft_cost", draft_cost, 0, owner="speculative_speedup")
     return expected_tokens(alpha, gamma) / (price + gamma * draft_cost)
 
 
@@ -273,8 +271,7 @@ def verify_pass(
              are those that so many tokens are expected to touch.
     """
     rows = whole("rows", rows, owner="verify_pass")
-    if whole("context", context, owner="verify_pass") < rows:
-        raise ValueError(f"verify_pass: context must be at least rows={rows}, got {context}")
+    whole("context", context, rows, owner="verify_pass")
     return prefill(model, hardware, rows, cached=context - rows, logits="all", **options)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from ..checks import choice, whole
+from ..checks import choice, require, whole
 from ..formats import bits_per_value, bytes_for
 from .memory import expert_parameters, parameters
 from .registry import resolve_model
@@ -54,14 +54,12 @@ def rank_spec(
     moe = model.moe
     _divides(model, "tensor", tensor, "heads", model.heads)
     if model.mla is None and model.kv_heads % tensor and tensor % model.kv_heads:
-        raise ValueError(
-            f"{model.name}: tensor={tensor} must divide kv_heads={model.kv_heads}, or be a multiple of it"
-        )
+        fits = f"a divisor or a multiple of kv_heads={model.kv_heads}"
+        require(False, "tensor", fits, tensor, owner=model.name)
     if model.moe_layers < model.layers:
         _divides(model, "tensor", tensor, "ffn", model.ffn)
     if moe is None:
-        if expert > 1:
-            raise ValueError(f"{model.name}: expert={expert}, but the model has no experts; accepted: 1")
+        require(expert == 1, "expert", "1 for a model without experts", expert, owner=model.name)
     else:
         _divides(model, "tensor", tensor, "moe.ffn", moe.ffn)
         _divides(model, "tensor", tensor, "moe.shared_ffn", moe.shared_ffn)
@@ -105,8 +103,7 @@ def cache_copies(model: ModelSpec | str, tensor: int) -> Fraction:
 
 
 def _divides(model: ModelSpec, argument: str, ranks: int, field: str, size: int) -> None:
-    if size % ranks:
-        raise ValueError(f"{model.name}: {argument}={ranks} must divide {field}={size}")
+    require(size % ranks == 0, argument, f"a divisor of {field}={size}", ranks, owner=model.name)
 
 
 COUNT_BYTES = 8  # rows per expert are announced as int64
@@ -272,6 +269,5 @@ def parallel_bytes(
 
 
 def _log2(n: int) -> int:
-    if n & (n - 1):
-        raise ValueError(f"algorithm 'doubling' needs a power of two of ranks, got {n}")
+    require(not n & (n - 1), "ranks", "a power of two for algorithm='doubling'", n)
     return n.bit_length() - 1

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 
 from ..attend.step import Workspace
 from ..caches.paged import PagedStorage
+from ..checks import require
 from ..generate import TextStream, greedy
 from ..generate.loop import Decodes, as_prompts, record, tell
 from ..model import Decoder
@@ -100,10 +101,8 @@ class Engine:
         self._open("add")
         request.check()
         prompts, single = as_prompts(self.model, request.prompt_ids)
-        if not single:
-            raise ValueError("prompt_ids holds several prompts; a request is one")
-        if request.stop and self.tokenizer is None:
-            raise ValueError("tokenizer is None; stop strings need one")
+        require(single, "prompt_ids", "one prompt", request.prompt_ids)
+        require(self.tokenizer is not None or not request.stop, "tokenizer", "given for stop strings", None)
         stream = TextStream(self.tokenizer, request.stop) if self.tokenizer is not None else None
         sampler = fresh(self.sampler if request.sampler is None else request.sampler)
         stops = set(self.model.stop_ids if request.stop_ids is None else request.stop_ids)
@@ -124,17 +123,13 @@ class Engine:
         self._open("cancel")
         if id in self.completions:
             return False
-        if id not in self._live:
-            raise ValueError(f"id={id!r}; no request has it")
+        require(id in self._live, "id", "that of a request", id)
         self._end(self._live[id], "cancelled")
         return True
 
     def take(self, id: Hashable) -> Completion:
         """The completion of a request that has ended; the engine forgets it. ValueError if there is none."""
-        if id not in self.completions:
-            raise ValueError(
-                f"id={id!r}; " + ("it has not ended" if id in self._live else "no request has it")
-            )
+        require(id in self.completions, "id", "that of a request that has ended", id)
         return self.completions.pop(id)
 
     @property
@@ -291,6 +286,5 @@ class Engine:
             while id in self._live or id in self.completions:
                 id += 1
             return id
-        if id in self._live or id in self.completions:
-            raise ValueError(f"id={id!r}; another request has it")
+        require(id not in self._live and id not in self.completions, "id", "no other request's", id)
         return id

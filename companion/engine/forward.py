@@ -24,6 +24,7 @@ from ..attend import backend, one_pass
 from ..attend.step import PackedRows, Workspace
 from ..caches.base import Room
 from ..caches.paged import PagedStorage
+from ..checks import require, whole
 from ..generate import greedy
 from ..generate.sampling import check_logits
 from ..model import Decoder
@@ -91,10 +92,7 @@ def _own_choice(sampler: Sample, row: Tensor) -> int | None:
     check_logits(row[None])
     if sampler is greedy:
         return None
-    id = int(sampler(row[None])[0])
-    if not 0 <= id < len(row):
-        raise ValueError(f"sampler chose {id}; the vocabulary has ids 0 to {len(row) - 1}")
-    return id
+    return whole("sampler's choice", int(sampler(row[None])[0]), 0, len(row) - 1)
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,8 @@ class PackedStep:
         for name, x, width in (("k", k, self.spec.head_dim), ("v", v, self.spec.v_head_dim)):
             shape = (self.batch, self.spec.kv_heads, 1, width)
             if tuple(x.shape) != shape or x.dtype != self.dtype:
-                raise ValueError(f"{name} is {tuple(x.shape)} in {x.dtype}; need {shape} in {self.dtype}")
+                got = tuple(x.shape)
+                raise ValueError(f"{name} must be {shape} in {self.dtype}, got {got} in {x.dtype}")
         stores = self.storage.k[layer], self.storage.v[layer]
         backend(k).append_packed(k, v, *stores, self._slots, self._tails)
 
@@ -157,8 +156,7 @@ class PackedStep:
         self, layer: int, q: Tensor, *, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False
     ) -> Tensor:
         """q (T, Hq, 1, D) -> (T, Hq, 1, Dv)."""
-        if return_lse:
-            raise ValueError("return_lse: a step of an engine returns none")
+        require(not return_lse, "return_lse", "False in a step of an engine", return_lse)
         options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, return_lse=False)
         options["window"] = self.spec.window if self.spec.layer_types[layer] == "sliding" else None
         stores, by, at, out = (self.storage.k[layer], self.storage.v[layer]), backend(q), self._ones, []

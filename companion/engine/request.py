@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..checks import require
 from ..generate import Generation, Sampler
 
 Sample = Callable[[Any], Any]  # logits (B, V) -> ids (B,)
@@ -34,20 +35,16 @@ class Request:
 
     def check(self) -> None:
         """Raise a ValueError for what is wrong in itself, whatever the model."""
-        if not hasattr(self.prompt_ids, "__iter__"):
-            raise ValueError(f"prompt_ids={self.prompt_ids!r}; need token ids")
+        require(hasattr(self.prompt_ids, "__iter__"), "prompt_ids", "token ids", self.prompt_ids)
         for name in ("sampler", "on_token"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise ValueError(f"{name}={value!r}; need something to call, or None")
+            require(value is None or callable(value), name, "something to call, or None", value)
         for name in ("id", "stop_ids", "salt"):
             value = getattr(self, name)
             try:
                 hash(tuple(value) if name == "stop_ids" and value is not None else value)
             except TypeError:
-                raise ValueError(
-                    f"{name}={value!r}; need what can be hashed (stop_ids: a list of it)"
-                ) from None
+                raise ValueError(f"{name} must be hashable, or a list of such, got {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -96,6 +93,6 @@ def fresh(sampler: Sample) -> Sample:
     """A `Sampler` as it was before its first draw, so that requests do not share one's randomness."""
     if not isinstance(sampler, Sampler):
         return sampler
-    if not (sampler.seed is None or hasattr(sampler.seed, "__index__")):
-        raise ValueError(f"sampler has seed={sampler.seed!r}; a request is one row, with one seed")
+    one = sampler.seed is None or hasattr(sampler.seed, "__index__")
+    require(one, "seed", "one, for a request is one row", sampler.seed)
     return Sampler(**sampler.options, seed=sampler.seed)

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..caches import Cache, make_cache
+from ..checks import shape, whole
 from ..model import Decoder
 from ..model.blocks import RMSNorm
 from ..model.products import matrix, product
@@ -39,13 +40,12 @@ class MTPHead(nn.Module):
     def __init__(self, body: Decoder, *, enorm: Tensor, hnorm: Tensor, project: Tensor):
         super().__init__()
         d = body.spec.d_model
-        for name, x, shape in (
+        for name, x, expected in (
             ("enorm", enorm, (d,)),
             ("hnorm", hnorm, (d,)),
             ("project", project, (d, 2 * d)),
         ):
-            if tuple(x.shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(x.shape)}; need {shape}")
+            shape(name, x, *expected)
         self.body = body
         self.enorm, self.hnorm = (RMSNorm(w, body.spec.norm_eps) for w in (enorm, hnorm))
         self.project = matrix([project])
@@ -133,12 +133,8 @@ class NgramDraft(Draft):
     """
 
     def __init__(self, longest: int = 8, shortest: int = 2):
-        for name, value in (("longest", longest), ("shortest", shortest)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}; need an integer of at least 1")
-        if shortest > longest:
-            raise ValueError(f"shortest={shortest} is above longest={longest}")
-        self.longest, self.shortest = longest, shortest
+        self.longest = whole("longest", longest)
+        self.shortest = whole("shortest", shortest, 1, longest)
         self._forget()
 
     def _forget(self) -> None:

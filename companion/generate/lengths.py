@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 
 from ..caches import make_cache
+from ..checks import is_number, require, whole
 from ..cost.step import best_draft_length
 from ..model import Decoder
 
@@ -20,9 +21,7 @@ class Fixed:
     """Always `longest` tokens."""
 
     def __init__(self, longest: int):
-        if isinstance(longest, bool) or not isinstance(longest, int) or longest < 1:
-            raise ValueError(f"draft_tokens={longest!r}; need an integer of at least 1, or an Adaptive")
-        self.longest = longest
+        self.longest = whole("draft_tokens", longest)
 
     def begin(self, model: Decoder) -> None:
         """A new text starts."""
@@ -57,10 +56,9 @@ class Adaptive(Fixed):
         memory: float = 0.7,
     ):
         super().__init__(longest)
-        if not 0 <= memory < 1:
-            raise ValueError(f"memory={memory}; need a number from 0 to below 1")
-        if isinstance(pass_cost, Mapping) and max(pass_cost, default=0) < longest + 1:
-            raise ValueError(f"pass_cost ends before {longest + 1} rows, which longest={longest} needs")
+        require(is_number(memory) and 0 <= memory < 1, "memory", "a number from 0 to below 1", memory)
+        if isinstance(pass_cost, Mapping):
+            whole("last row of pass_cost", max(pass_cost, default=0), longest + 1)
         self.memory, self._given = memory, pass_cost
 
     def begin(self, model):

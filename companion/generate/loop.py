@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..caches import Cache, make_cache
+from ..checks import require, whole
 from ..model import Decoder
 from .sampling import greedy
 
@@ -36,8 +37,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Decodes, stop: Sequence[str] = ()):
-        if isinstance(stop, str) or any(not s for s in stop):
-            raise ValueError(f"stop={stop!r}; need a sequence of strings, none of them empty")
+        listed = not isinstance(stop, str) and all(stop)
+        require(listed, "stop", "a sequence of strings, none of them empty", stop)
         self._decode, self._stop = tokenizer.decode, tuple(stop)
         self._ids: list[int] = []  # one settled token as context, then those whose text is not settled
         self._settled = 0  # characters of that context
@@ -139,8 +140,7 @@ def generate(
     started = time.perf_counter()
     prompts, single = as_prompts(model, prompt_ids)
     check_request(model, prompts, cache, max_new_tokens, prefill_chunk)
-    if tokenizer is None and (stop or on_text):
-        raise ValueError("tokenizer is None; stop strings and on_text need one")
+    require(tokenizer is not None or not (stop or on_text), "tokenizer", "given for stop and on_text", None)
     stops = set(model.stop_ids if stop_ids is None else stop_ids)
     streams = [TextStream(tokenizer, stop) for _ in prompts] if tokenizer is not None else None
     out = [Generation(len(p)) for p in prompts]
@@ -247,31 +247,26 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, list[i
 def as_prompts(model: Decoder, prompt_ids) -> tuple[list[list[int]], bool]:
     """The prompts as lists of integers, and whether it was a single one."""
     if isinstance(prompt_ids, str) or any(isinstance(p, str) for p in prompt_ids):
-        raise ValueError("prompt_ids is text; need token ids, as tokenizer.encode(text) gives them")
+        raise ValueError("prompt_ids must be token ids, as tokenizer.encode(text) gives them, got text")
     if isinstance(prompt_ids, Tensor):
         prompt_ids = prompt_ids.tolist()
     single = not any(isinstance(p, (Sequence, Tensor)) for p in prompt_ids)
     rows = [prompt_ids] if single else prompt_ids
     rows = [r.tolist() if isinstance(r, Tensor) else list(r) for r in rows]
     for row in rows:
-        if not row:
-            raise ValueError("prompt_ids is empty; a model needs at least one token to continue")
+        require(row, "prompt_ids", "at least one token to continue", row)
         for id in row:
-            if not (hasattr(id, "__index__") and 0 <= id < model.spec.vocab):
-                raise ValueError(
-                    f"prompt_ids holds {id!r}; this vocabulary has ids 0 to {model.spec.vocab - 1}"
-                )
+            whole("prompt_ids", id, 0, model.spec.vocab - 1)
     return rows, single
 
 
 def check_request(model, prompts, cache, max_new_tokens, prefill_chunk) -> None:
-    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}; need an integer of at least 1")
+    whole("max_new_tokens", max_new_tokens)
+    if prefill_chunk is not None:
+        whole("prefill_chunk", prefill_chunk)
     held = [0] * len(prompts)
     if isinstance(cache, Cache):
-        if cache.batch != len(prompts):
-            raise ValueError(f"cache has batch={cache.batch}; there are {len(prompts)} prompts")
+        require(cache.batch == len(prompts), "cache", f"of batch={len(prompts)}, the prompts", cache)
         held = cache.row_lengths()
         room = cache.max_tokens - max(n + len(p) for n, p in zip(held, prompts))
         if room < max_new_tokens - 1:  # the last token is returned, not stored

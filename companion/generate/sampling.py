@@ -3,12 +3,13 @@
 The order is the usual one: temperature, then top-k, top-p and min-p, each on what the one before has left.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from ..checks import is_number, number, positive, require, whole
 
 Number = int | float
 
@@ -96,8 +97,7 @@ class Sampler:
         self.options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         self.seed = seed
         for one in seed if isinstance(seed, Sequence) else () if seed is None else (seed,):
-            if not hasattr(one, "__index__") or not -(2**63) <= one < 2**64:
-                raise ValueError(f"seed={seed!r}; need an integer of 64 bits, or one for each row")
+            whole("seed", one, -(2**63), 2**64 - 1)
         self._generators: list[torch.Generator] = []
 
     def __repr__(self) -> str:
@@ -113,8 +113,8 @@ class Sampler:
         return torch.rand((), generator=self._rows(1)[0]).item()
 
     def _rows(self, n: int) -> list[torch.Generator]:
-        if isinstance(self.seed, Sequence) and len(self.seed) != n:
-            raise ValueError(f"seed has {len(self.seed)} entries; the batch has {n} rows")
+        if isinstance(self.seed, Sequence):
+            require(len(self.seed) == n, "seed", f"one for each of {n} rows", self.seed)
         for b in range(len(self._generators), n):
             g = torch.Generator()
             if self.seed is None:
@@ -128,20 +128,16 @@ class Sampler:
 
 def check_options(temperature: Number, top_k: int, top_p: Number, min_p: Number) -> None:
     """Raise a ValueError for a sampling option out of its range; NaN is out of every range."""
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature}; need a finite number, 0 or more")
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
-        raise ValueError(f"top_k={top_k}; need an integer, 0 (all tokens) or more")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}; need a number above 0 and at most 1")
-    if not 0 <= min_p < 1:
-        raise ValueError(f"min_p={min_p}; need a number from 0 to below 1")
+    number("temperature", temperature, 0)
+    whole("top_k", top_k, 0)  # 0 is all tokens
+    positive("top_p", top_p, 1)
+    require(is_number(min_p) and 0 <= min_p < 1, "min_p", "a number from 0 to below 1", min_p)
 
 
 def check_logits(logits: Tensor) -> None:
     """Raise a ValueError for logits that no token can be chosen from."""
     if logits.ndim != 2 or logits.shape[1] == 0:
-        raise ValueError(f"logits has shape {tuple(logits.shape)}; need (B, V) with V of at least 1")
+        raise ValueError(f"logits must be (B, V) with V of at least 1, got {tuple(logits.shape)}")
     best = logits.amax(dim=-1)  # NaN wins every maximum
     if not torch.isfinite(best).all():
         row = int((~torch.isfinite(best)).int().argmax())

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..caches import Cache, EvictingCache, LinearCache, PagedCache, QuantizedCache, make_cache
+from ..checks import require, shape, whole
 from ..model import Decoder
 from .drafts import Draft, Proposal
 from .lengths import Adaptive, Fixed
@@ -137,16 +138,13 @@ def speculate(
     """
     started = time.perf_counter()
     prompts, single = as_prompts(model, prompt_ids)
-    if not single:
-        raise ValueError(f"prompt_ids holds {len(prompts)} prompts; speculation continues one")
+    require(single, "prompt_ids", "one prompt", prompt_ids)
     check_request(model, prompts, cache, max_new_tokens, prefill_chunk)
-    if not isinstance(draft, Draft):
-        raise ValueError(f"draft={draft!r}; need a Draft, such as NgramDraft()")
+    require(isinstance(draft, Draft), "draft", "a Draft, such as NgramDraft()", draft)
     lengths = Adaptive() if draft_tokens is None else draft_tokens
     lengths = lengths if isinstance(lengths, Fixed) else Fixed(lengths)
     longest = min(lengths.longest, max(0, max_new_tokens - 1))
-    if tokenizer is None and (stop or on_text):
-        raise ValueError("tokenizer is None; stop strings and on_text need one")
+    require(tokenizer is not None or not (stop or on_text), "tokenizer", "given for stop and on_text", None)
     tokens, room = prompts[0], len(prompts[0]) + max_new_tokens
     if isinstance(cache, str):
         cache = _new_cache(cache, model, room, longest)
@@ -208,15 +206,12 @@ def _proposed(draft: Draft, tokens: list[int], k: int, vocab: int) -> Proposal:
         return Proposal()
     got, name = draft.propose(tokens, k), type(draft).__name__
     n = len(got.ids)
-    if n > k:
-        raise ValueError(f"draft: {name} proposed {n} tokens; asked for {k} at most")
+    require(n <= k, "proposal", f"at most {k} tokens", n, owner=f"draft: {name}")
     for id in got.ids:
-        if not (hasattr(id, "__index__") and 0 <= id < vocab):
-            raise ValueError(f"draft: {name} proposed {id!r}; this vocabulary has ids 0 to {vocab - 1}")
+        whole("proposal", id, 0, vocab - 1, owner=f"draft: {name}")
     if got.probs is not None:
         q = got.probs
-        if tuple(q.shape) != (n, vocab):
-            raise ValueError(f"draft: {name} gave probs of shape {tuple(q.shape)}; need {(n, vocab)}")
+        shape(f"draft: {name}: probs", q, n, vocab)
         sums_right = ((q >= 0).all(dim=-1) & ((q.sum(dim=-1) - 1).abs() < 1e-3)).all()
         if not sums_right or any(not q[row, id] > 0 for row, id in enumerate(got.ids)):
             raise ValueError(f"draft: {name} gave probs that its tokens cannot have been drawn from")

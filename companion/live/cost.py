@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from ..checks import choice
+from ..checks import choice, require
 from ..cost import (
     Deployment,
     HardwareSpec,
@@ -38,8 +38,8 @@ def _list(table) -> Callable:
 
 def _points(name: str, values) -> list:
     """Values of one argument for which a page asks at once."""
-    if not isinstance(values, list) or len(values) > POINTS:
-        raise ValueError(f"{name} must be a list of at most {POINTS} numbers, got {str(values)[:60]}")
+    fits = isinstance(values, list) and len(values) <= POINTS
+    require(fits, name, f"a list of at most {POINTS} numbers", values)
     return values
 
 
@@ -206,11 +206,8 @@ OPS: dict[str, Callable] = {
 
 def _reply(request: str):
     data = json.loads(request)
-    if not isinstance(data, dict):
-        raise ValueError(f"request must be a JSON object, got {type(data).__name__}")
-    op = data.pop("op", None)
-    if not isinstance(op, str) or op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    require(isinstance(data, dict), "request", "a JSON object", data)
+    op = choice("op", data.pop("op", None), OPS)
     if isinstance(data.get("model"), Mapping):
         data["model"] = ModelSpec.from_config(data["model"], name=data["model"].get("name"))
     if isinstance(data.get("hardware"), Mapping):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..attend import one_pass
 from ..caches.base import Attendable, row_counts
+from ..checks import choice, shape
 from ..cost import ModelSpec
 from ..rope import Rope
 from .compiled import CompiledLayers, compiled_layers, suits
@@ -102,8 +103,7 @@ class Decoder(nn.Module):
         """
         if ids.ndim != 2 or ids.shape[1] == 0:
             raise ValueError(f"ids has shape {tuple(ids.shape)}; need (B, S) with S of at least 1")
-        if logits not in ("all", "last"):
-            raise ValueError(f"logits={logits!r}; accepted: 'all', 'last'")
+        choice("logits", logits, ("all", "last"))
         rows = self._rows(*ids.shape, lengths)
         x = self.embed(ids)
         with one_pass(x):
@@ -152,11 +152,11 @@ class Decoder(nn.Module):
     def _check_cache(self, cache: Attendable, B: int) -> None:
         """Here rather than in some later layer, when the first ones have been written."""
         if cache.batch != B:
-            raise ValueError(f"cache has batch={cache.batch}, ids has {B} rows")
+            raise ValueError(f"cache must be of batch={B}, the rows of ids, got {cache.batch}")
         for name in ("layers", "heads", "kv_heads", "head_dim", "mla"):
             made_for, own = getattr(cache.spec, name), getattr(self.spec, name)
             if made_for != own:
-                raise ValueError(f"cache was made for {name}={made_for}; this model has {name}={own}")
+                raise ValueError(f"cache must be made for the model's {name}={own}, got {made_for}")
 
     def _rows(self, B: int, S: int, lengths) -> list[int] | None:
         if lengths is None:
@@ -178,13 +178,12 @@ def right_padded(
 
     mask: 1 where a token is real. Each row's real tokens must be in one piece. Raises ValueError otherwise.
     """
-    if mask.shape != ids.shape:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; need {tuple(ids.shape)}, that of ids")
+    shape("mask", mask, *ids.shape)
     mask = mask.bool()
     lengths = mask.sum(dim=1)
     edges = (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1) + mask[:, 0]
     if (edges > 1).any():
-        raise ValueError("mask has a gap inside a row; real tokens must be in one piece")
+        raise ValueError("mask must be in one piece in every row, got a gap")
     out = torch.zeros_like(ids)
     for row, (tokens, keep) in enumerate(zip(ids, mask)):
         out[row, : lengths[row]] = tokens[keep]

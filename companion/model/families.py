@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from ..checks import choice, positive
 from ..cost import ModelSpec
 from ..rope import Rope
 from .attention import Attention, HeadNormAttention, LatentAttention, WidthNormAttention
@@ -114,11 +115,7 @@ FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]  # the same code under another nam
 
 def family_of(spec: ModelSpec) -> Family:
     """The family of a model. Raises ValueError for one that is not there, and for a spec that can't be."""
-    if spec.architecture not in FAMILIES:
-        raise ValueError(
-            f"architecture={spec.architecture!r} is not supported; accepted: {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[spec.architecture]
+    family = FAMILIES[choice("architecture", spec.architecture, FAMILIES)]
     check(spec, sparse=family.experts is not None, latent=family.attention is latents)
     return family
 
@@ -208,8 +205,7 @@ def number(spec: ModelSpec, field: str, default: Any, *, null: Any = None) -> An
     value = spec.extra.get(field, default)
     if value is None:
         return null
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{spec.name}: {field}={value!r}; need a positive finite number")
+    positive(field, value, owner=spec.name)
     return value
 
 
@@ -221,16 +217,13 @@ def check(spec: ModelSpec, *, sparse: bool, latent: bool) -> None:
     config, name = spec.extra, spec.name
 
     def refuse(field: str, accepted: str) -> None:
-        raise ValueError(f"{name}: {field}={config.get(field)!r}; accepted: {accepted}")
+        raise ValueError(f"{name}: {field} must be {accepted}, got {config.get(field)!r}")
 
     if config.get("quantization_config"):
         method = config["quantization_config"]
         method = method.get("quant_method") if isinstance(method, dict) else method
         raise ValueError(f"{name}: weights are quantized ({method}); only 16- and 32-bit ones are read")
-    if spec.act not in ACTIVATIONS:
-        raise ValueError(
-            f"{name}: activation {spec.act!r} is not supported; accepted: {', '.join(ACTIVATIONS)}"
-        )
+    choice("activation", spec.act, ACTIVATIONS, owner=name)
     if config.get("use_bidirectional_attention"):
         refuse("use_bidirectional_attention", "false")
     if spec.architecture in ("gemma3", "gemma3_text") and config.get("attn_logit_softcapping") is not None:
@@ -238,7 +231,7 @@ def check(spec: ModelSpec, *, sparse: bool, latent: bool) -> None:
     if sparse and spec.moe is None:
         raise ValueError(f"{name}: no experts; {spec.architecture} has some, so their number is missing")
     if sparse and spec.mlp_bias:
-        raise ValueError(f"{name}: mlp_bias=True; accepted: false, as with all experts but gpt-oss's own")
+        raise ValueError(f"{name}: mlp_bias must be false, as with all experts but gpt-oss's own, got True")
     if not sparse and spec.moe is not None:
         raise ValueError(f"{name}: {spec.moe.experts} experts; {spec.architecture} has none")
     if latent:

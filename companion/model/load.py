@@ -146,7 +146,7 @@ def unpermute(w: Tensor, heads: int) -> Tensor:
     second ones. w: (heads * D, d), or a bias (heads * D,). A head's 8 rows are stored as 0 4 1 5 2 6 3 7.
     """
     if w.shape[0] % (2 * heads):
-        raise ValueError(f"w has {w.shape[0]} rows; need a multiple of twice heads={heads}")
+        raise ValueError(f"w must be of a multiple of {2 * heads} rows, twice heads, got {w.shape[0]} rows")
     return w.view(heads, w.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(w.shape)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..attend import backend
 from ..attend.products import dense
+from ..checks import shape
 from ..cost import ModelSpec
 from ..moe import MoE, Routing, capacity_of, combine, dispatch, gated, gather
 from ..quantize import codec
@@ -154,7 +155,7 @@ class Tensors:
         """The tensors whose names go on with `prefix`."""
         return Tensors(self.source, self.owner, self.prefix + prefix)
 
-    def __call__(self, name: str, *shape: int) -> Tensor:
+    def __call__(self, name: str, *expected: int) -> Tensor:
         """The tensor, detached. Raises ValueError if it is missing or has another shape."""
         name = self.prefix + name
         if isinstance(self.source, Mapping):
@@ -163,8 +164,7 @@ class Tensors:
             x = self.source[name].detach()
         else:
             x = self.source(name)
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{self.owner}: tensor {name!r} has shape {tuple(x.shape)}; need {shape}")
+        shape(f"{self.owner}: tensor {name!r}", x, *expected)
         return x
 
     def __contains__(self, name: str) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from ..checks import require, whole
+
 # llama.cpp's names of pre-tokenizers, with what they split on before the bytes.
 PATTERNS = {
     "smollm": [pre_tokenizers.Digits(individual_digits=True)],
@@ -137,8 +139,7 @@ class Tokenizer:
     def token(self, id: int) -> str:
         """The token as the vocabulary writes it (a space is shown as Ġ)."""
         text = self._backend.id_to_token(id) if id >= 0 else None
-        if text is None:
-            raise ValueError(f"id={id}; this vocabulary has ids 0 to {self.vocab - 1}")
+        require(text is not None, "id", f"one from 0 to {self.vocab - 1}", id)
         return text
 
     def chat(self, messages: Sequence[dict[str, str]], *, prompt: bool = True) -> str:
@@ -171,17 +172,13 @@ class Tokenizer:
 def _listed(meta: dict[str, Any], name: str, kind: type) -> list:
     values = meta.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list) or not all(isinstance(x, kind) for x in values):
-        raise ValueError(
-            f"tokenizer.ggml.{name} must be a list of {kind.__name__}, and is missing or is none"
-        )
+        raise ValueError(f"tokenizer.ggml.{name} must be a list of {kind.__name__}, got none")
     return values
 
 
 def _one_of(meta: dict[str, Any], name: str, count: int) -> int | None:
     id = meta.get(f"tokenizer.ggml.{name}")
-    if id is not None and not (isinstance(id, int) and 0 <= id < count):
-        raise ValueError(f"tokenizer.ggml.{name}={id!r}; need a token id from 0 to {count - 1}")
-    return id
+    return None if id is None else whole(f"tokenizer.ggml.{name}", id, 0, count - 1)
 
 
 @contextmanager

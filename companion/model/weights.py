@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import nn
 
+from ..checks import choice, require
 from ..formats import dtype_name
 from ..moe import MoE
 from .attention import Attention, LatentAttention
@@ -36,14 +37,10 @@ def quantize_weights(decoder: nn.Module, dtype: str | torch.dtype = "int8") -> D
     Raises ValueError for another dtype, for a decoder that is quantized already or holds parts that are not
     this package's (a rank's share of a model), and for weights with NaN or infinity in them.
     """
-    if dtype_name(dtype) not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}; accepted: {', '.join(map(repr, DTYPES))}")
-    if not isinstance(decoder, Decoder):
-        raise ValueError(f"decoder is a {type(decoder).__name__}; need a companion.model.Decoder")
-    if decoder.weight_format is not None:
-        raise ValueError(
-            f"decoder: its weights are in {decoder.weight_format} already; pass the model as loaded"
-        )
+    choice("dtype", dtype_name(dtype), DTYPES)
+    require(isinstance(decoder, Decoder), "decoder", "a companion.model.Decoder", type(decoder))
+    loaded = decoder.weight_format is None
+    require(loaded, "decoder", "a model as loaded, not quantized already", decoder.weight_format)
     for name, part in decoder.named_modules():
         if not (type(part).__module__.startswith(f"{__package__}.") or type(part) in (MoE, nn.ModuleList)):
             raise ValueError(f"decoder: {name} is a {type(part).__name__}; only whole models are quantized")

@@ -19,6 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from ..checks import positive, whole
+
 NOWHERE = -1
 
 
@@ -70,10 +72,9 @@ def dispatch(ids: Int64[Tensor, "T k"], experts: int, *, capacity: int | None = 
     """
     if ids.ndim != 2 or ids.dtype != torch.int64:
         raise ValueError(f"ids must be int64 of shape (T, k), got {ids.dtype} {tuple(ids.shape)}")
-    if experts < 1:
-        raise ValueError(f"experts must be at least 1, got {experts}")
-    if capacity is not None and capacity < 0:
-        raise ValueError(f"capacity must be at least 0 or None, got {capacity}")
+    whole("experts", experts)
+    if capacity is not None:
+        whole("capacity", capacity, 0)
     flat = ids.reshape(ids.numel())
     low = 0
     if flat.numel():
@@ -103,9 +104,7 @@ def capacity_of(tokens: int, experts: int, top_k: int, factor: float) -> int:
 
     A factor of 1 is an even share; Switch Transformers used 1 to 2 (section 2.2).
     """
-    if not (isinstance(factor, int | float) and math.isfinite(factor) and factor > 0):
-        raise ValueError(f"factor must be a positive number, got {factor!r}")
-    return math.ceil(factor * tokens * top_k / experts)
+    return math.ceil(positive("factor", factor) * tokens * top_k / experts)
 
 
 def gather(x: Float[Tensor, "T D"], plan: Dispatch) -> Float[Tensor, "S D"]:

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..attend import backend
+from ..checks import shape
 from .dispatch import combine, dispatch, gather
 
 FEW = 8  # rows of an expert up to which its weights stand on the left of the product
@@ -210,9 +211,9 @@ def _check(x, w1, w2, ids, weights, b1, b2) -> None:
     E, two_n, K = w1.shape
     needed = {"w2": (w2, (E, K, two_n // 2)), "b1": (b1, (E, two_n)), "b2": (b2, (E, K))}
     needed["weights"] = (weights, tuple(ids.shape))
-    for name, (tensor, shape) in needed.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    for name, (tensor, expected) in needed.items():
+        if tensor is not None:
+            shape(name, tensor, *expected)
     if not x.dtype == w1.dtype == w2.dtype:
         raise ValueError(f"x, w1 and w2 must have one dtype, got {x.dtype}, {w1.dtype}, {w2.dtype}")
     if ids.ndim != 2 or ids.shape[0] != x.shape[0]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from ..checks import positive, whole
 from ..cost import ModelSpec, RoutingSpec
 from .dispatch import capacity_of
 from .experts import gated, grouped_experts, grouped_linear
@@ -91,19 +92,12 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        for name, value, least in (
-            ("d_model", d_model, 1),
-            ("ffn", ffn, 1),
-            ("experts", experts, 1),
-            ("shared_ffn", shared_ffn, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name, value in (("d_model", d_model), ("ffn", ffn), ("experts", experts)):
+            whole(name, value)
+        whole("shared_ffn", shared_ffn, 1 if shared_gate else 0)
         routing.check(experts, top_k)
-        if shared_gate and not shared_ffn:
-            raise ValueError("shared_gate needs a shared expert, got shared_ffn=0")
-        if swiglu_limit is not None and not swiglu_limit > 0:
-            raise ValueError(f"swiglu_limit must be above 0 or None, got {swiglu_limit}")
+        if swiglu_limit is not None:
+            positive("swiglu_limit", swiglu_limit)
         if capacity_factor is not None:
             capacity_of(1, experts, top_k, capacity_factor)
         self.d_model, self.ffn, self.experts, self.top_k, self.routing = d_model, ffn, experts, top_k, routing

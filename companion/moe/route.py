@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from ..checks import choice, number, shape
 from ..cost.parts import check_routing
 
 TINY = 1e-20  # DeepSeek-V3's: sigmoids may all be 0. It changes no sum above 1e-4, not even in float64
@@ -72,8 +73,8 @@ def route(
         raise ValueError(f"logits must be floats of shape (T, E), got {logits.dtype} {tuple(logits.shape)}")
     E = logits.shape[1]
     check_routing(E, top_k, score, groups, topk_groups, group_score, scaling)
-    if correction_bias is not None and tuple(correction_bias.shape) != (E,):
-        raise ValueError(f"correction_bias must have shape ({E},), got {tuple(correction_bias.shape)}")
+    if correction_bias is not None:
+        shape("correction_bias", correction_bias, E)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     scores = scored(logits.to(dtype), score)
 
@@ -178,8 +179,7 @@ def aux_loss(
 
     Raises ValueError for another `per`, shapes that do not fit, and ids out of range.
     """
-    if per not in ("choice", "token"):
-        raise ValueError(f"per must be 'choice' or 'token', got {per!r}")
+    choice("per", per, ("choice", "token"))
     if probs.ndim != 2 or ids.ndim != 2 or ids.shape[0] != probs.shape[0]:
         raise ValueError(
             f"probs (T, E) and ids (T, k) must fit, got {tuple(probs.shape)}, {tuple(ids.shape)}"
@@ -206,7 +206,6 @@ def updated_bias(
     """
     if bias.shape != tokens.shape or bias.ndim != 1:
         raise ValueError(f"tokens must have bias's shape {tuple(bias.shape)}, got {tuple(tokens.shape)}")
-    if not (math.isfinite(rate) and rate >= 0):
-        raise ValueError(f"rate must be a number of at least 0, got {rate!r}")
+    number("rate", rate, 0)
     short = tokens.sum() - tokens * tokens.shape[0]  # E (mean - load), in integers: 0 at the mean
     return bias + rate * torch.sign(short).to(bias.dtype)

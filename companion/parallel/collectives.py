@@ -24,6 +24,8 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
 
+from ..checks import choice, positive, require, whole
+
 Number = int | float
 SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
@@ -67,8 +69,7 @@ class Group:
 
         Raises ValueError for a dtype that is none of float64, float32, bfloat16, float16, int64 and int32.
         """
-        if x.dtype not in SUMMED:
-            raise ValueError(f"x has dtype {x.dtype}; accepted: {', '.join(map(str, SUMMED))}")
+        choice("dtype of x", x.dtype, SUMMED)
         if self.size == 1:
             return x
         out = x.clone(memory_format=torch.contiguous_format)
@@ -86,8 +87,7 @@ class Group:
 
     def broadcast(self, x: Shaped[Tensor, "..."], source: int = 0, what: str = "") -> Shaped[Tensor, "..."]:
         """The x of rank `source`; the others give one of the same shape and dtype, whatever it holds."""
-        if not 0 <= source < self.size:
-            raise ValueError(f"source={source}; need a rank from 0 to {self.size - 1}")
+        whole("source", source, 0, self.size - 1)
         if self.size == 1:
             return x
         out = x.clone(memory_format=torch.contiguous_format)
@@ -106,13 +106,12 @@ class Group:
         sent, for counts that do not fit x or the group.
         """
         for name, counts in (("send", send), ("receive", receive)):
-            if len(counts) != self.size or any(n < 0 for n in counts):
-                raise ValueError(f"{name}={list(counts)}; need {self.size} counts of rows, one per rank")
-        if sum(send) != x.shape[0]:
-            raise ValueError(f"send={list(send)} adds up to {sum(send)}; x has {x.shape[0]} rows")
+            fits = len(counts) == self.size and all(n >= 0 for n in counts)
+            require(fits, name, f"{self.size} counts of rows, one per rank", list(counts))
+        require(sum(send) == x.shape[0], "send", f"counts that add up to {x.shape[0]} rows", list(send))
         if self.size == 1:
-            if list(send) != list(receive):
-                raise ValueError(f"receive={list(receive)} differs from send={list(send)} in a group of one")
+            alike = list(send) == list(receive)
+            require(alike, "receive", f"send={list(send)} in a group of one", list(receive))
             return x
         out = x.new_empty(sum(receive), *x.shape[1:])
         row = math.prod(x.shape[1:]) * x.itemsize
@@ -178,18 +177,16 @@ def join(
 
     Raises ValueError for arguments that do not fit each other, and RankLost if not all ranks come in time.
     """
-    if isinstance(timeout, bool) or not timeout > 0:
-        raise ValueError(f"timeout={timeout!r}; need seconds above 0")
+    positive("timeout", timeout)
     if (rank is None) != (size is None):
-        raise ValueError(f"rank={rank} and size={size}; need both, or neither to read torchrun's environment")
+        raise ValueError(f"rank and size must be given both or neither, got {rank} and {size}")
     if rank is None:
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if not 0 <= rank < size:
-        raise ValueError(f"rank={rank}; need 0 to size - 1, which is {size - 1}")
+    whole("rank", rank, 0, whole("size", size) - 1)
     if size == 1:
         return Group(timeout=timeout)
     if not dist.is_available():
-        raise ValueError(f"size={size}, but this torch has no torch.distributed; accepted: 1")
+        raise ValueError(f"size must be 1, as this torch has no torch.distributed, got {size}")
     cuda = torch.device(device).type == "cuda"
     if cuda:  # else every rank would put its buffers on the first device
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
@@ -210,8 +207,8 @@ def mesh(world: Group, tensor: int) -> tuple[Group, Group]:
     and {0, 2} and {1, 3} expert groups. All ranks of `world` must call this. Raises ValueError for a tensor
     that does not divide the world.
     """
-    if isinstance(tensor, bool) or tensor < 1 or world.size % tensor:
-        raise ValueError(f"tensor={tensor}; need a divisor of the {world.size} ranks")
+    divides = world.size % whole("tensor", tensor) == 0
+    require(divides, "tensor", f"a divisor of the {world.size} ranks", tensor)
     expert = world.size // tensor
     rows = [list(range(i * tensor, (i + 1) * tensor)) for i in range(expert)]
     columns = [list(range(j, world.size, tensor)) for j in range(tensor)]

@@ -180,8 +180,6 @@ def _portable(fn: Callable[..., Any]) -> Callable[..., Any]:
     except (OSError, TypeError):
         text = ""
     if not text.startswith("def ") or fn.__code__.co_freevars:
-        raise ValueError(
-            f"fn={fn!r} cannot be sent to another process; accepted: a function of a module, or a plain "
-            "`def` of a notebook that imports what it uses inside itself"
-        )
+        plain = "a plain `def` of a notebook that imports what it uses inside itself"
+        raise ValueError(f"fn must be a function of a module, or {plain}, got {fn!r}")
     return _Source(name, text)

@@ -10,10 +10,9 @@
 torch.Size([3, 100, 64])
 """
 
-from numbers import Real
-
 import torch
 
+from ..checks import choice, number, require, whole
 from .codec import FLOATS, LIMIT, NAMES, PLAIN, Codec, QuantizedTensor, pack, unpack
 from .floats import Fp4, Fp8
 from .integers import IntCodec, Plain
@@ -43,27 +42,22 @@ def codec(
 
     Raises ValueError naming the argument.
     """
-    if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
-        raise ValueError(f"group={group!r}; need an integer of at least 1, or None")
-    if group_dim not in (-1, -2):
-        raise ValueError(f"group_dim={group_dim!r}; accepted: -1 (channels), -2 (tokens)")
-    if scale_dtype not in FLOATS:
-        raise ValueError(f"scale_dtype={scale_dtype}; accepted: float16, bfloat16, float32")
-    real = isinstance(tensor_scale, Real) and not isinstance(tensor_scale, bool)
-    if tensor_scale is not None and not (real and 2.0**-126 <= tensor_scale <= LIMIT):
-        raise ValueError(f"tensor_scale={tensor_scale!r}; need a number from 1.2e-38 to 8.5e37, or None")
-    if name not in NAMES + PLAIN:
-        raise ValueError(f"codec {name!r} is not known; accepted: {', '.join(NAMES + PLAIN)}")
+    if group is not None:
+        whole("group", group)
+    choice("group_dim", group_dim, (-1, -2))
+    choice("scale_dtype", scale_dtype, FLOATS)
+    if tensor_scale is not None:
+        number("tensor_scale", tensor_scale, 2.0**-126, LIMIT)
+    choice("codec", name, NAMES + PLAIN)
     if name in PLAIN:
         if (group, symmetric, tensor_scale, scale_dtype) != (None, None, None, torch.float16):
             raise ValueError(f"{name} has no scales; it takes no options")
         return Plain(name)
-    if symmetric is not None and not name.startswith("int"):
-        raise ValueError(f"symmetric={symmetric}; only integer codecs have that choice, {name} does not")
-    if tensor_scale is not None and name not in ("nvfp4", "fp8_e4m3", "fp8_e5m2"):
-        raise ValueError(f"tensor_scale={tensor_scale}; {name} has none")
-    if scale_dtype != torch.float16 and name in ("nvfp4", "mxfp4"):
-        raise ValueError(f"scale_dtype={scale_dtype}; {name} has scales of its own kind")
+    require(symmetric is None or name.startswith("int"), "symmetric", f"None for {name}", symmetric)
+    scaled = name in ("nvfp4", "fp8_e4m3", "fp8_e5m2")
+    require(tensor_scale is None or scaled, "tensor_scale", f"None for {name}", tensor_scale)
+    own = name in ("nvfp4", "mxfp4")  # scales of its own kind
+    require(scale_dtype == torch.float16 or not own, "scale_dtype", f"left out for {name}", scale_dtype)
     if name.startswith("int"):
         bits = int(name[3:])
         return IntCodec(bits, group, group_dim, bits == 8 if symmetric is None else symmetric, scale_dtype)

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from ..checks import choice
 from ..formats import CODECS
 
 PLAIN = ("fp32", "fp16", "bf16")  # kept as they are
@@ -124,13 +125,11 @@ def within(group_dim: int) -> int:
 def _checked(x: Tensor, codec: Codec) -> Tensor:
     """x in float32, once it is sure that this codec can hold it."""
     if x.ndim < 2 or x.dtype not in (*FLOATS, torch.float64):
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} and dtype {x.dtype}; need (..., S, D), floating point"
-        )
+        raise ValueError(f"x must be (..., S, D), floating point, got {tuple(x.shape)} of {x.dtype}")
     codec.groups(*x.shape[-2:])
     fill = per_byte(min(codec.bits, 8))
     if x.shape[-1] % fill:
-        raise ValueError(f"x has {x.shape[-1]} channels; {codec.name} needs a multiple of {fill}")
+        raise ValueError(f"x must be of a multiple of {fill} channels in {codec.name}, got {x.shape[-1]}")
     y = x.detach().to(torch.float32)
     if y.numel() and not y.abs().amax() <= LIMIT:  # NaN compares False
         raise ValueError("x holds NaN, infinity or a number beyond 8.5e37 (2**126); it has no scale")
@@ -148,11 +147,11 @@ def pack(codes: UInt8[Tensor, "*rows D"], bits: int) -> UInt8[Tensor, "*rows W"]
     n = per_byte(bits)
     _check_bytes("codes", codes)
     if codes.shape[-1] % n:
-        raise ValueError(f"codes has width {codes.shape[-1]}; {bits}-bit codes need a multiple of {n}")
+        raise ValueError(f"codes must be of a width that {n} divides, got {codes.shape[-1]}")
     if n == 1:
         return codes
     if codes.numel() and codes.max() >= 2**bits:
-        raise ValueError(f"codes holds {int(codes.max())}; {bits} bits hold 0 to {2**bits - 1}")
+        raise ValueError(f"codes must be from 0 to {2**bits - 1}, got {int(codes.max())}")
     parts = codes.unflatten(-1, (-1, n)).unbind(-1)
     out = parts[0].clone()
     for i, part in enumerate(parts[1:], start=1):
@@ -172,14 +171,12 @@ def unpack(packed: UInt8[Tensor, "*rows W"], bits: int) -> UInt8[Tensor, "*rows 
 
 def per_byte(bits: int) -> int:
     """How many codes of so many bits fill a byte."""
-    if bits not in (2, 4, 8):
-        raise ValueError(f"bits={bits}; accepted: 2, 4, 8")
-    return 8 // bits
+    return 8 // choice("bits", bits, (2, 4, 8))
 
 
 def _check_bytes(name: str, x: Tensor) -> None:
     if x.dtype != torch.uint8 or x.ndim == 0:  # in int8 a shift to the right would drag the sign along
-        raise ValueError(f"{name} has dtype {x.dtype} and {x.ndim} axes; need uint8, at least one axis")
+        raise ValueError(f"{name} must be uint8 of at least one axis, got {x.dtype} of {x.ndim}")
 
 
 def at_least(x: Tensor, dtype: torch.dtype) -> Tensor:

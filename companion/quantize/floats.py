@@ -8,6 +8,7 @@ mxfp4: 32 e2m1 numbers share a power of two (e8m0). OCP Microscaling Formats 1.0
 
 import torch
 
+from ..checks import require
 from .codec import Codec, at_least, half_ulp, pack, split, unpack, within
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -70,8 +71,7 @@ class Fp4(Codec):
 
     def __init__(self, name, group, group_dim, tensor_scale):
         size = 16 if name == "nvfp4" else 32
-        if group not in (None, size):
-            raise ValueError(f"group={group}; {name} has blocks of {size}")
+        require(group in (None, size), "group", f"{size} or None for {name}", group)
         self.name, self.group, self.group_dim, self.fixed = name, size, group_dim, tensor_scale
 
     def _quantize(self, y):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..checks import choice, require
 from ..machine import describe
 from .divergence import Divergence, compare
 from .facts import Haystack, haystack, recall, text
@@ -24,8 +25,7 @@ FOLDER = Path(__file__).parent / "results"
 def stored(name: str) -> dict[str, Any]:
     """The stored result of a benchmark. Raises ValueError, listing the names, for one that is not there."""
     known = sorted(p.stem for p in FOLDER.glob("*.json"))
-    if name not in known:
-        raise ValueError(f"name={name!r} has no stored result; there are: {', '.join(known) or 'none'}")
+    choice("name", name, known)
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -36,8 +36,7 @@ def store(name: str, result: dict[str, Any]) -> Path:
     not bring its own. Numbers that are not finite are refused (ValueError): JSON has none. The file is
     replaced in one piece, so a run that is stopped leaves the last whole result.
     """
-    if not name.isidentifier():
-        raise ValueError(f"name={name!r}; need letters, digits and underscores")
+    require(name.isidentifier(), "name", "letters, digits and underscores", name)
     whole = {"command": _command(), **result}
     if "machine" not in whole:
         whole["machine"] = describe()

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..caches import Cache, ContiguousCache, make_cache
+from ..checks import shape
 from ..stats import Estimate, estimate
 
 
@@ -53,12 +54,8 @@ def compare(
     Both logits (B, S, V): B chunks of text, S tokens of each. targets (B, S): the tokens that follow.
     In float64: a KL of 1e-6 is below what float32 can tell from 0.
     """
-    if reference_logits.shape != logits.shape:
-        raise ValueError(
-            f"logits has shape {tuple(logits.shape)}; reference_logits {tuple(reference_logits.shape)}"
-        )
-    if targets.shape != logits.shape[:2]:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}; need {tuple(logits.shape[:2])}")
+    shape("logits", logits, *reference_logits.shape)
+    shape("targets", targets, *logits.shape[:2])
     a, b = (torch.log_softmax(x.double(), dim=-1) for x in (reference_logits, logits))
     kl = (a.exp() * (a - b)).sum(-1).clamp_min(0)  # rounding of 1e-16 may fall below
     at = targets.long().unsqueeze(-1)
@@ -88,7 +85,7 @@ def fill(cache: Cache, held: ContiguousCache) -> None:
     handed the prompt in one pass, where each layer attends to its own step in full precision.
     """
     if len(cache):
-        raise ValueError(f"cache holds {len(cache)} tokens already; need an empty one")
+        raise ValueError(f"cache must be an empty one, got one of {len(cache)} tokens")
     for layer in range(cache.spec.layers):
         cache.append(layer, *held.read(layer))
 

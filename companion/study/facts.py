@@ -79,9 +79,8 @@ def haystack(tokenizer: Encodes, length: int, *, needles: int = 8, seed: int = 0
     Raises ValueError for a length that the facts alone exceed or that the text does not fill, for more
     needles than names, and for a tokenizer to which an answer is not the same tokens in place.
     """
-    length = whole("length", length)
-    if whole("needles", needles) > len(NAMES):
-        raise ValueError(f"needles must be at most {len(NAMES)}, the number of names, got {needles}")
+    whole("length", length)
+    whole("needles", needles, 1, len(NAMES))
     rng = random.Random(seed)
     names = rng.sample(NAMES, needles)
     numbers = ["".join(rng.choice("0123456789") for _ in range(DIGITS)) for _ in names]
@@ -99,10 +98,7 @@ def haystack(tokenizer: Encodes, length: int, *, needles: int = 8, seed: int = 0
         offsets.append(len(before))
     filler = encode(text())
     body = length - len(bos) - sum(map(len, facts))
-    if not 0 <= body <= len(filler):
-        raise ValueError(
-            f"length={length}; {needles} facts take {length - body} tokens, and the text has {len(filler)}"
-        )
+    whole("length", length, length - body, length - body + len(filler))
     start = rng.randint(0, len(filler) - body)
     cuts = [0, *(body * (2 * i + 1) // (2 * needles) for i in range(needles)), body]
     ids, positions = list(bos), []
@@ -125,10 +121,8 @@ def recall(model: torch.nn.Module, cache: Cache, haystack: Haystack) -> list[tup
     Raises ValueError for a cache that holds another number of tokens.
     """
     if cache.row_lengths() != [len(haystack.ids)]:
-        raise ValueError(
-            f"cache holds rows of {cache.row_lengths()} tokens; need one row, the {len(haystack.ids)} of the "
-            "haystack"
-        )
+        wanted = f"one row, the {len(haystack.ids)} tokens of the haystack"
+        raise ValueError(f"cache must hold {wanted}, got rows of {cache.row_lengths()}")
     found = []
     for prompt, answer in haystack.queries:
         ids = torch.tensor([[*prompt, *answer[:-1]]], device=cache.device)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..checks import choice
+from ..checks import choice, whole
 from ..cost import MLASpec, ModelSpec
 from ..formats import FP8_E4M3, INT2, INT4, INT8
 from ..quantize import codec
@@ -221,8 +221,7 @@ def sequences(
     whose values sum to a multiple of 8; the others are for training, so that no sequence is ever in both.
     Raises ValueError for more pairs than there are keys.
     """
-    if not 1 <= pairs <= KEYS:
-        raise ValueError(f"pairs={pairs}; need 1 to {KEYS}, the number of keys")
+    whole("pairs", pairs, 1, KEYS)
     parts, have = [], 0
     while have < count:
         draw = math.ceil((count - have) * (HELD_OUT if held_out else 1) * 1.3) + 8

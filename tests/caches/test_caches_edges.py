@@ -214,23 +214,23 @@ def unchecked(monkeypatch):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(k=rand(1, 3, 2, 6)), r"k has shape \(1, 3, 2, 6\); need \(1, 2, S, 6\)"),
-        (dict(k=rand(1, 2, 2, 5)), r"k has shape"),
-        (dict(k=rand(2, 2, 2, 6)), r"k has shape"),
-        (dict(k=rand(2, 2, 6)), r"k has shape"),
-        (dict(v=rand(1, 2, 2, 7)), r"v has shape"),
-        (dict(v=rand(1, 2, 1, 6)), r"v has shape \(1, 2, 1, 6\); need \(1, 2, 2, 6\)"),
-        (dict(v=None), r"v is None"),
-        (dict(k=rand(1, 2, 2, 6, dtype=torch.float32)), r"k has dtype torch.float32; this cache holds"),
-        (dict(v=rand(1, 2, 2, 6, dtype=torch.float16)), r"v has dtype"),
-        (dict(lengths=[3]), r"lengths=\[3\]; need 1 counts from 0 to S=2$"),
-        (dict(lengths=[-1]), r"lengths=\[-1\]"),
-        (dict(lengths=[1, 1]), r"lengths=\[1, 1\]"),
-        (dict(lengths=[]), r"lengths=\[\]"),
-        (dict(lengths=[1.5]), r"lengths=\[1.5\]"),
-        (dict(lengths=torch.tensor([1.0])), r"lengths="),
-        (dict(layer=1), r"layer=1; tiny has layers 0 to 0"),
-        (dict(layer=-1), r"layer=-1"),
+        (dict(k=rand(1, 3, 2, 6)), r"k must be of shape \(1, 2, S, 6\), got \(1, 3, 2, 6\)"),
+        (dict(k=rand(1, 2, 2, 5)), r"k must be of shape"),
+        (dict(k=rand(2, 2, 2, 6)), r"k must be of shape"),
+        (dict(k=rand(2, 2, 6)), r"k must be of shape"),
+        (dict(v=rand(1, 2, 2, 7)), r"v must be of shape"),
+        (dict(v=rand(1, 2, 1, 6)), r"v must be of shape \(1, 2, 2, 6\), got \(1, 2, 1, 6\)"),
+        (dict(v=None), r"v must .* got None"),
+        (dict(k=rand(1, 2, 2, 6, dtype=torch.float32)), r"k must .* dtype torch.float64, got torch.float32"),
+        (dict(v=rand(1, 2, 2, 6, dtype=torch.float16)), r"v must .* dtype"),
+        (dict(lengths=[3]), r"lengths must be 1 counts from 0 to S=2, got \[3\]$"),
+        (dict(lengths=[-1]), r"lengths must .* got \[-1\]"),
+        (dict(lengths=[1, 1]), r"lengths must .* got \[1, 1\]"),
+        (dict(lengths=[]), r"lengths must .* got \[\]"),
+        (dict(lengths=[1.5]), r"lengths must .* got \[1.5\]"),
+        (dict(lengths=torch.tensor([1.0])), r"lengths must"),
+        (dict(layer=1), r"layer must .* from 0 to 0, got 1"),
+        (dict(layer=-1), r"layer must .* got -1"),
     ],
 )
 def test_append_refuses_and_changes_nothing(change, message, unchecked):
@@ -245,15 +245,15 @@ def test_append_refuses_and_changes_nothing(change, message, unchecked):
 @pytest.mark.parametrize(
     "q, options, message",
     [
-        (rand(1, 2, 1, 6), {}, r"q has shape \(1, 2, 1, 6\); need \(1, 4, S, 6\)"),
-        (rand(1, 4, 1, 5), {}, "q has shape"),
-        (rand(2, 4, 1, 6), {}, "q has shape"),
-        (rand(1, 4, 1, 6, dtype=torch.float32), {}, "q has dtype"),
-        (rand(1, 4, 1, 6), {"sinks": rand(3)}, "sinks has shape"),
-        (rand(1, 4, 1, 6), {"softcap": -1.0}, "softcap=-1"),
-        (rand(1, 4, 1, 6), {"softcap": NAN}, "softcap=nan"),
-        (rand(1, 4, 1, 6), {"softmax_scale": NAN}, "softmax_scale=nan"),
-        (rand(1, 4, 2, 6), {"softmax_scale": math.inf}, "softmax_scale=inf"),
+        (rand(1, 2, 1, 6), {}, r"q must be of shape \(1, 4, S, 6\), got \(1, 2, 1, 6\)"),
+        (rand(1, 4, 1, 5), {}, "q must be of shape"),
+        (rand(2, 4, 1, 6), {}, "q must be of shape"),
+        (rand(1, 4, 1, 6, dtype=torch.float32), {}, "q must .* dtype"),
+        (rand(1, 4, 1, 6), {"sinks": rand(3)}, "sinks must"),
+        (rand(1, 4, 1, 6), {"softcap": -1.0}, "softcap must .* got -1"),
+        (rand(1, 4, 1, 6), {"softcap": NAN}, "softcap must .* got nan"),
+        (rand(1, 4, 1, 6), {"softmax_scale": NAN}, "softmax_scale must .* got nan"),
+        (rand(1, 4, 2, 6), {"softmax_scale": math.inf}, "softmax_scale must .* got inf"),
     ],
 )
 def test_attend_refuses(q, options, message, unchecked):
@@ -266,7 +266,7 @@ def test_attend_refuses(q, options, message, unchecked):
 def test_crop_refuses_and_changes_nothing(n, unchecked):
     cache, _, _ = filled(3, batch=2)
     before = state(cache)
-    with pytest.raises(ValueError, match="n="):
+    with pytest.raises(ValueError, match="n must be a count"):
         cache.crop(n)
     assert_unchanged(cache, before)
 
@@ -280,7 +280,7 @@ def test_crop_takes_a_tensor_and_beyond_the_end_is_no_crop():
 
 
 def test_kinds_and_sizes():
-    with pytest.raises(ValueError, match="'rotating'.*'contiguous'.*'latent'"):
+    with pytest.raises(ValueError, match="kind must .* contiguous.* latent.* got 'rotating'"):
         make_cache("rotating", spec(), max_tokens=4)
     for batch, max_tokens in ((0, 4), (1, 0), (-1, 4), (True, 4)):
         with pytest.raises(ValueError, match="batch" if max_tokens == 4 else "max_tokens"):

@@ -173,8 +173,8 @@ def test_a_query_without_any_key_has_output_0():
 
 def test_refusals():
     for options, message in (
-        (dict(rule="gated"), "rule='gated'"),
-        (dict(step=4), "step is no option"),
+        (dict(rule="gated"), "rule must .* got 'gated'"),
+        (dict(step=4), "option .* got 'step'"),
         (dict(spec=dataclasses.replace(SPEC, window=4, layer_types=("sliding", "full"))), "sliding"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -188,9 +188,13 @@ def test_refusals():
         (dict(sinks=torch.zeros(HEADS, dtype=DTYPE)), "sinks"),
         (dict(return_lse=True), "lse"),
     ):
-        with pytest.raises(ValueError, match=f"{name} belongs to a softmax"):
+        with pytest.raises(ValueError, match=f"{name} must be left out"):
             cache.attend(0, q[:, :, :2], **options)
-    for bad, message in (((k, v), "max_tokens=6"), ((k, None), "v is None"), ((k.float(), v), "dtype")):
+    for bad, message in (
+        ((k, v), "max_tokens=6"),
+        ((k, None), "v must .* got None"),
+        ((k.float(), v), "dtype"),
+    ):
         with pytest.raises(ValueError, match=message):
             cache.append(0, *bad)
     assert torch.equal(cache._s[0], state) and len(cache) == 2

@@ -217,7 +217,7 @@ def test_generate_goes_beyond_the_context_that_the_model_was_made_for():
         with pytest.raises(ValueError, match="made for at most 16"):
             generate(model, prompt, cache=cache, max_new_tokens=30, stop_ids=())
         assert len(cache) == 0
-    with pytest.raises(ValueError, match="window=None"):
+    with pytest.raises(ValueError, match="window must .* got None"):
         generate(model, prompt, cache="streaming", max_new_tokens=2)
 
 
@@ -369,15 +369,15 @@ def test_refusals():
     sliding = spec_of(2, window=4, layer_types=("sliding", "full"))
     for options, spec, message in (
         (dict(window=5), sliding, "kind='sliding'"),
-        (dict(), None, "window=None"),
-        (dict(window=0), None, "window=0"),
-        (dict(window=True), None, "window=True"),
-        (dict(window=5, sink_tokens=-1), None, "sink_tokens=-1"),
-        (dict(window=5, step=0), None, "step=0"),
-        (dict(window=5, positions="paper"), None, "positions='paper'"),
+        (dict(), None, "window must .* got None"),
+        (dict(window=0), None, "window must .* got 0"),
+        (dict(window=True), None, "window must .* got True"),
+        (dict(window=5, sink_tokens=-1), None, "sink_tokens must .* got -1"),
+        (dict(window=5, step=0), None, "step must .* got 0"),
+        (dict(window=5, positions="paper"), None, "positions must .* got 'paper'"),
         (dict(window=5), spec_of(rope_theta=None), "no rope_theta"),
-        (dict(window=5, rope=Rope(8, theta=10.0)), None, "head_dim=8"),
-        (dict(window=5, sinks=4), None, "sinks is no option"),
+        (dict(window=5, rope=Rope(8, theta=10.0)), None, "head_dim must .* got 8"),
+        (dict(window=5, sinks=4), None, "option .* got 'sinks'"),
     ):
         with pytest.raises(ValueError, match=message):
             streaming(spec, **options)

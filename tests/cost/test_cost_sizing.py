@@ -176,7 +176,7 @@ REFUSED = [
     (lambda: size(M, H, kv_sharding="rows"), "kv_sharding must be one of heads, batch"),
     (lambda: size(M, HardwareSpec.measured(bandwidth=1e9, flops=1e9)), "device_bytes"),
     (lambda: size(M, H, efficiency=1.5), "efficiency must be above 0 and at most 1"),
-    (lambda: size(M, "t4", compute_dtype="bf16"), "t4 computes in fp16, int8, int4; got 'bf16'"),
+    (lambda: size(M, "t4", compute_dtype="bf16"), "t4: compute_dtype must .* int4, got 'bf16'"),
     (lambda: kv_bytes(M, -1), "tokens must be an integer of at least 0, got -1"),
     (lambda: kv_bytes(M, True), "tokens"),
     (lambda: kv_bytes(M, 1, batch=0), "batch"),
@@ -213,8 +213,8 @@ def test_refused_in_one_line(call, message):
 # The tests check annotations on every call; these run without that, as in a reader's session.
 ILL_TYPED = {
     "models[3]": f"unknown model 3; known: {next(iter(models))}",
-    "size(3, 't4')": "model must be a ModelSpec or a name, got int",
-    "size('phi-4', None)": "hardware must be a HardwareSpec or a name, got NoneType",
+    "size(3, 't4')": "model must be a ModelSpec or a name, got <class 'int'>",
+    "size('phi-4', None)": "hardware must be a HardwareSpec or a name, got <class 'NoneType'>",
     "size('phi-4', 't4', context=8.5)": "size: context must be a positive integer, got 8.5",
     "size('phi-4', 't4', batch='8')": "size: batch must be a positive integer, got '8'",
     "size('phi-4', 't4', kv=None)": "kv must be one of fp32",
@@ -223,8 +223,8 @@ ILL_TYPED = {
     "prefill_flops('phi-4', 1, logits=None)": "logits must be one of all, last, got None",
     "HardwareSpec('h', 8e10, 1.0, {'bf16': 1.0})": "HardwareSpec 'h': device_bytes must be a",
     "HardwareSpec('h', 1, '1', {'bf16': 1.0})": "HardwareSpec 'h': bandwidth must be a",
-    "HardwareSpec('h', 1, 1.0, 5)": "HardwareSpec 'h': flops must map formats",
-    "ModelSpec.from_config(3)": "config must be a dict or a path to config.json, got int",
+    "HardwareSpec('h', 1, 1.0, 5)": "HardwareSpec 'h': flops must be a map of formats",
+    "ModelSpec.from_config(3)": "config must be a dict or a path to config.json, got <class 'int'>",
 }
 
 

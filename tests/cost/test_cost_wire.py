@@ -189,10 +189,10 @@ def test_ranks_together_hold_the_model_and_the_copies():
 @pytest.mark.parametrize(
     "change, ranks, message",
     [
-        ({}, {"tensor": 3}, "tensor=3 must divide heads=32"),
-        ({"kv_heads": 8, "heads": 48}, {"tensor": 12}, "tensor=12 must divide kv_heads=8"),
-        ({"ffn": 1001}, {"tensor": 2}, "tensor=2 must divide ffn=1001"),
-        ({}, {"expert": 2}, "expert=2, but the model has no experts"),
+        ({}, {"tensor": 3}, "tensor must .* heads=32, got 3"),
+        ({"kv_heads": 8, "heads": 48}, {"tensor": 12}, "tensor must .* kv_heads=8, got 12"),
+        ({"ffn": 1001}, {"tensor": 2}, "tensor must .* ffn=1001, got 2"),
+        ({}, {"expert": 2}, "expert must .* without experts, got 2"),
         ({}, {"tensor": 0}, "tensor"),
     ],
 )
@@ -203,7 +203,7 @@ def test_ranks_that_do_not_divide(change, ranks, message):
 
 @pytest.mark.parametrize(
     "ranks, message",
-    [({"expert": 3}, "expert=3 must divide moe.experts=8"), ({"tensor": 32}, None), ({"expert": 8}, None)],
+    [({"expert": 3}, "expert must .* moe.experts=8, got 3"), ({"tensor": 32}, None), ({"expert": 8}, None)],
 )
 def test_ranks_of_a_mixture(ranks, message):
     if message is None:

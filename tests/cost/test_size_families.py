@@ -142,7 +142,7 @@ HOSTILE = [
     ({"attn_type_list": [0, 1, 1, 1]}, "attn_type_list"),  # MiniMax-01
     ({"layer_group_size": 8}, "layer_group_size"),  # Ring-linear
     ({"conv_L_cache": 3}, "conv_L_cache"),  # LFM2
-    ({"layer_types": ["conv", "full_attention"] * 2}, "layer_types may hold"),
+    ({"layer_types": ["conv", "full_attention"] * 2}, "layer_types.* must be one of full_attention, .* got"),
     ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),  # Gemma 3n
     ({"num_attention_heads": [4, 4, 8, 8]}, "num_attention_heads"),  # OpenELM
     ({"num_query_heads": [4, 4, 8, 8]}, "num_query_heads"),
@@ -155,7 +155,7 @@ HOSTILE = [
     ({"cross_attention_layers": [1]}, "cross_attention_layers"),  # Mllama
     ({"num_attention_heads": 3}, "num_attention_heads=3|num_key_value_heads"),
     ({"num_attention_heads": 5, "num_key_value_heads": 5}, "head_dim is missing"),
-    ({"num_key_value_heads": 8}, "num_key_value_heads must divide num_attention_heads=4, got 8"),
+    ({"num_key_value_heads": 8}, "num_key_value_heads must .* num_attention_heads=4, got 8"),
     ({"n_head": 8}, "num_attention_heads is 4, but n_head is 8"),
     ({"num_kv_heads": 4}, "num_key_value_heads is 2, but num_kv_heads is 4"),
     ({"multi_query": True}, "multi_query is true, but num_key_value_heads is 2"),

@@ -225,7 +225,7 @@ REFUSED = [
     ("mamba", LLAMA, {}, "architecture='mamba' is not counted in GGUF"),
     ("llama", {**LLAMA, "block_count": 3}, {}, "describe 133,568 parameters, its tensors hold 102,720"),
     ("llama", {**LLAMA, "attention.head_count_kv": 4}, {}, "its tensors hold"),
-    ("llama", {**LLAMA, "attention.head_count_kv": 3}, {}, "num_key_value_heads must divide"),
+    ("llama", {**LLAMA, "attention.head_count_kv": 3}, {}, "num_key_value_heads must be a divisor"),
     ("llama", {**LLAMA, "attention.head_count_kv": [2, 4]}, {}, "differs from layer to layer"),
     ("llama", {k: v for k, v in LLAMA.items() if k != "embedding_length"}, {}, "hidden_size is missing"),
     ("llama", LLAMA, {"blk.0.attn_q.bias": (64,)}, "its tensors hold"),

@@ -437,28 +437,28 @@ def test_after_close_only_completions_can_be_read():
             call()
     engine.close()
     assert engine.take("a").tokens == alone(PROMPTS[2], 6).tokens[:1]
-    with pytest.raises(ValueError, match="no request has it"):
+    with pytest.raises(ValueError, match="id must be that of a request"):
         engine.take("a")
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"prompt_ids": ()}, "prompt_ids is empty"),
-        ({"prompt_ids": [13]}, "ids 0 to 12"),
-        ({"prompt_ids": [-1]}, "ids 0 to 12"),
-        ({"prompt_ids": "text"}, "is text"),
-        ({"prompt_ids": None}, "need token ids"),
-        ({"prompt_ids": [[1], [2]]}, "several prompts"),
+        ({"prompt_ids": ()}, "prompt_ids must be at least one token"),
+        ({"prompt_ids": [13]}, "prompt_ids must .* 0 to 12, got 13"),
+        ({"prompt_ids": [-1]}, "prompt_ids must .* 0 to 12, got -1"),
+        ({"prompt_ids": "text"}, "prompt_ids must be token ids.* got text"),
+        ({"prompt_ids": None}, "prompt_ids must be token ids, got None"),
+        ({"prompt_ids": [[1], [2]]}, "prompt_ids must be one prompt"),
         ({"max_new_tokens": 0}, r"\bmax_new_tokens\b.*\b0\b"),
-        ({"id": "a"}, "another request has it"),
-        ({"id": "done"}, "another request has it"),
-        ({"id": [1]}, r"id=\[1\]"),
-        ({"stop": ["x"]}, "tokenizer is None"),
-        ({"sampler": Sampler(seed=[1, 2])}, "one seed"),
-        ({"sampler": 3}, "sampler=3"),
-        ({"on_token": 3}, "on_token=3"),
-        ({"stop_ids": 3}, "stop_ids=3"),
+        ({"id": "a"}, "id must be no other request's, got 'a'"),
+        ({"id": "done"}, "id must be no other request's, got 'done'"),
+        ({"id": [1]}, r"id must be hashable.* got \[1\]"),
+        ({"stop": ["x"]}, "tokenizer must .* got None"),
+        ({"sampler": Sampler(seed=[1, 2])}, r"seed must .* got \[1, 2\]"),
+        ({"sampler": 3}, "sampler must .* got 3"),
+        ({"on_token": 3}, "on_token must .* got 3"),
+        ({"stop_ids": 3}, "stop_ids must .* got 3"),
         ({"prompt_ids": [1] * 15, "max_new_tokens": 3}, "up to 5 blocks of 4; the pool has 4"),
         ({"prompt_ids": [1] * 60, "max_new_tokens": 5}, "is 65; the model is made for at most 64"),
     ],
@@ -480,7 +480,7 @@ def test_what_is_refused_leaves_the_others_alone(changes, message):
     (done,) = engine.run()
     same(done, alone(PROMPTS[2], 4))
     assert engine.add(Request([1], 1)) == 0  # no number was used up
-    with pytest.raises(ValueError, match="no request has it"):
+    with pytest.raises(ValueError, match="id must be that of a request"):
         engine.cancel("unknown")
 
 

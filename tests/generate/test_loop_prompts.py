@@ -20,31 +20,31 @@ def unchecked(monkeypatch):
 @pytest.mark.parametrize(
     "prompt, options, message",
     [
-        ([], {}, "prompt_ids is empty"),
-        ([[1, 2], []], {}, "prompt_ids is empty"),
-        (torch.zeros(0, dtype=torch.long), {}, "prompt_ids is empty"),
-        ([1, V], {}, "prompt_ids holds 23; this vocabulary has ids 0 to 22"),
-        ([-1], {}, "prompt_ids holds -1"),
-        ([[1], [2, 99]], {}, "prompt_ids holds 99"),
-        ([1.5], {}, "prompt_ids holds 1.5"),
-        ("text", {}, "prompt_ids is text"),
-        (["some", "texts"], {}, "prompt_ids is text"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens=0; need an integer of at least 1"),
-        ([1], {"max_new_tokens": -3}, "max_new_tokens=-3"),
-        ([1], {"max_new_tokens": True}, "max_new_tokens=True"),
-        ([1], {"max_new_tokens": 2.0}, "max_new_tokens=2.0"),
-        ([1], {"prefill_chunk": 0}, "prefill_chunk=0"),
-        ([1], {"prefill_chunk": 1.5}, "prefill_chunk=1.5"),
+        ([], {}, "prompt_ids must be at least one token"),
+        ([[1, 2], []], {}, "prompt_ids must be at least one token"),
+        (torch.zeros(0, dtype=torch.long), {}, "prompt_ids must be at least one token"),
+        ([1, V], {}, "prompt_ids must .* 0 to 22, got 23"),
+        ([-1], {}, "prompt_ids must .* got -1"),
+        ([[1], [2, 99]], {}, "prompt_ids must .* got 99"),
+        ([1.5], {}, "prompt_ids must .* got 1.5"),
+        ("text", {}, "prompt_ids must be token ids.* got text"),
+        (["some", "texts"], {}, "prompt_ids must be token ids.* got text"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens must .* got 0"),
+        ([1], {"max_new_tokens": -3}, "max_new_tokens must .* got -3"),
+        ([1], {"max_new_tokens": True}, "max_new_tokens must .* got True"),
+        ([1], {"max_new_tokens": 2.0}, "max_new_tokens must .* got 2.0"),
+        ([1], {"prefill_chunk": 0}, "prefill_chunk must .* got 0"),
+        ([1], {"prefill_chunk": 1.5}, "prefill_chunk must .* got 1.5"),
         ([1] * 40, {"max_new_tokens": 1}, "made for at most 40"),
         ([1] * 31, {"max_new_tokens": 10}, r"31 tokens plus max_new_tokens=10 is 41.*at most 40"),
         ([[1], [1] * 31], {"max_new_tokens": 10}, "at most 40"),
         ([1], {"max_new_tokens": 40}, "at most 40"),
         ([1], {"cache": "rotating"}, "cache|kind"),
         ([1], {"cache": "latent"}, "latent"),
-        ([1], {"stop": ["x"]}, "tokenizer is None"),
-        ([1], {"on_text": print}, "tokenizer is None"),
-        ([1], {"stop": "word", "tokenizer": Letters()}, "stop="),
-        ([1], {"stop": [""], "tokenizer": Letters()}, "stop="),
+        ([1], {"stop": ["x"]}, "tokenizer must .* got None"),
+        ([1], {"on_text": print}, "tokenizer must .* got None"),
+        ([1], {"stop": "word", "tokenizer": Letters()}, "stop must"),
+        ([1], {"stop": [""], "tokenizer": Letters()}, "stop must"),
     ],
 )
 def test_refused_before_any_work(make_decoder, unchecked, monkeypatch, prompt, options, message):
@@ -55,7 +55,7 @@ def test_refused_before_any_work(make_decoder, unchecked, monkeypatch, prompt, o
 
 
 def test_a_cache_that_does_not_fit_the_prompts(decoder):
-    with pytest.raises(ValueError, match="cache has batch=2; there are 1 prompts"):
+    with pytest.raises(ValueError, match="cache must be of batch=1"):
         generate(decoder, [1], cache=cache_for(decoder, batch=2), max_new_tokens=2)
     held = cache_for(decoder, max_tokens=60)
     with torch.inference_mode():

@@ -185,7 +185,7 @@ def unchecked(monkeypatch):
 )
 def test_options_out_of_range(unchecked, name, value):
     for call in (lambda: Sampler(**{name: value}), lambda: probabilities(torch.zeros(1, 3), **{name: value})):
-        with pytest.raises(ValueError, match=f"{name}="):
+        with pytest.raises(ValueError, match=f"{name} must"):
             call()
 
 
@@ -204,7 +204,7 @@ def test_logits_with_nothing_to_choose():
     for choose in (greedy, Sampler(seed=0), probabilities):
         with pytest.raises(ValueError, match="row 0 hold nothing but -inf"):
             choose(logits)
-        with pytest.raises(ValueError, match=r"shape \(2, 0\)"):
+        with pytest.raises(ValueError, match=r"logits must .* got \(2, 0\)"):
             choose(torch.zeros(2, 0))
 
 
@@ -215,7 +215,7 @@ def test_seeds_that_are_none(unchecked, seed):
 
 
 def test_a_seed_for_each_row_or_one():
-    with pytest.raises(ValueError, match="seed has 2 entries; the batch has 3 rows"):
+    with pytest.raises(ValueError, match="seed must .* 3 rows, got"):
         Sampler(seed=[1, 2])(torch.zeros(3, 4))
     for seed in (0, -1, 2**63 - 1, 2**64 - 5, [3, -4]):
         assert Sampler(seed=seed)(torch.zeros(2, 4)).shape == (2,)

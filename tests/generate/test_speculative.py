@@ -361,35 +361,35 @@ def test_draft_lengths_that_are_none(unchecked, decoder, k):
 @pytest.mark.parametrize(
     "draft, match",
     [
-        (Says([V]), "proposed 23; .*0 to 22"),
-        (Says([-1]), "proposed -1"),
-        (Says([1.5]), "proposed 1.5"),
-        (Says([1] * 5, uncut=True), "5 tokens; asked for 3"),
-        (Says([1], torch.ones(1, 4) / 4), r"shape \(1, 4\); need \(1, 23\)"),
+        (Says([V]), "proposal must .* 0 to 22, got 23"),
+        (Says([-1]), "proposal must .* got -1"),
+        (Says([1.5]), "proposal must .* got 1.5"),
+        (Says([1] * 5, uncut=True), "proposal must be at most 3 tokens, got 5"),
+        (Says([1], torch.ones(1, 4) / 4), r"probs must be of shape \(1, 23\), got \(1, 4\)"),
         (Says([1], torch.ones(1, V)), "cannot have been drawn"),
         (Says([1], torch.eye(V)[:1]), "cannot have been drawn"),
         (Says([1], torch.full((1, V), torch.nan)), "cannot have been drawn"),
     ],
 )
 def test_drafts_that_cannot_be(unchecked, decoder, draft, match):
-    with pytest.raises(ValueError, match=f"draft: Says .*{match}"):
+    with pytest.raises(ValueError, match=f"draft: Says.*{match}"):
         speculate(decoder, PROMPT, draft, draft_tokens=3, max_new_tokens=NEW, stop_ids=())
 
 
 def test_what_is_no_drafter_or_another_models(unchecked, decoder, make_decoder):
-    with pytest.raises(ValueError, match="need a Draft"):
+    with pytest.raises(ValueError, match="draft must be a Draft"):
         speculate(decoder, PROMPT, make_decoder(), max_new_tokens=4)
     with pytest.raises(ValueError, match="vocabulary of 29.*one of 23"):
         speculate(decoder, PROMPT, DecoderDraft(make_decoder(vocab=29)), max_new_tokens=4)
     head = head_for(decoder, make_decoder)
     with pytest.raises(ValueError, match="vocabulary 23; tiny has 16 and 29"):
         speculate(make_decoder(vocab=29), PROMPT, MTPDraft(head), max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"project has shape \(16, 16\); need \(16, 32\)"):
+    with pytest.raises(ValueError, match=r"project must be of shape \(16, 32\), got \(16, 16\)"):
         MTPHead(make_decoder(), enorm=torch.ones(16), hnorm=torch.ones(16), project=torch.ones(16, 16))
 
 
 def test_several_prompts(unchecked, decoder):
-    with pytest.raises(ValueError, match="2 prompts; speculation continues one"):
+    with pytest.raises(ValueError, match="prompt_ids must be one prompt"):
         speculate(decoder, [[1, 2], [3]], NgramDraft(), max_new_tokens=4)
 
 

@@ -157,7 +157,7 @@ def test_with_the_real_tokenizer(smollm2, text):
 
 @pytest.mark.parametrize("stop", ["stop", [""], ["a", ""]])
 def test_stop_that_is_no_list_of_strings(stop):
-    with pytest.raises(ValueError, match="stop="):
+    with pytest.raises(ValueError, match="stop must"):
         TextStream(Bytes(b"", []), stop)
 
 

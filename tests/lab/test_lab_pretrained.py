@@ -210,7 +210,7 @@ def change(folder, **fields):
     "fields, says",
     [
         ({"model_type": "nonesuch"}, "nonesuch"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of"),
         ({"hidden_size": 0}, "hidden_size"),
     ],
 )

@@ -159,39 +159,43 @@ def test_fp8_is_refused(folder):
 
 RANKS = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 CONTRADICTIONS = [
-    ("llama", {"model_type": "gpt_neox"}, "architecture='gpt_neox' is not supported; accepted: llama"),
+    ("llama", {"model_type": "gpt_neox"}, "architecture must be one of llama, .* got 'gpt_neox'"),
     ("llama", {"model_type": "mixtral"}, "no experts"),
     ("llama", {"num_experts": 8, "num_experts_per_tok": 2, "mlp_bias": False}, "8 experts; llama has none"),
-    ("llama", RANKS, "kv_lora_rank=8; accepted: none"),
+    ("llama", RANKS, "kv_lora_rank must be none, .* got 8"),
     ("llama", {"rope_theta": 500.0}, "rope_theta is given as 500.0 and as 10000.0"),
     ("mistral", {"rope_parameters": {"rope_type": "default"}}, "rope_theta is missing"),
-    ("mistral", {"hidden_act": "relu"}, "activation 'relu' is not supported; accepted: silu"),
+    ("mistral", {"hidden_act": "relu"}, "activation must be one of silu, .* got 'relu'"),
     ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
-    ("mistral", {"num_key_value_heads": 3}, "num_key_value_heads must divide"),
-    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
-    ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0"),
-    ("gemma2", {"final_logit_softcapping": "high"}, "final_logit_softcapping='high'"),
+    ("mistral", {"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must .* got 0"),
+    ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must .* got -1.0"),
+    ("gemma2", {"final_logit_softcapping": "high"}, "final_logit_softcapping must .* got 'high'"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma2", {"sliding_window": None}, "window"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most 8"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok must be an integer from 1 to 8, got 9"),
     ("mixtral", {"num_experts": 4}, "num_experts is 4, but num_local_experts is 8"),
     ("mixtral", {"mlp_bias": True}, "mlp_bias"),
     ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob"),
-    ("olmoe", {"clip_qkv": 0}, "clip_qkv=0"),
-    ("deepseek_v2", {"n_group": 3}, "groups must divide"),
+    ("olmoe", {"clip_qkv": 0}, "clip_qkv must .* got 0"),
+    ("deepseek_v2", {"n_group": 3}, "groups must be a divisor of"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
     ("deepseek_v2", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
-    ("deepseek_v3", {"topk_group": 5}, "topk_groups must be at most groups=4"),
-    ("deepseek_v3", {"topk_group": 1}, "fewer than top_k=3"),
+    ("deepseek_v3", {"topk_group": 5}, "topk_groups must be an integer from 1 to 4, got 5"),
+    ("deepseek_v3", {"topk_group": 1}, "topk_groups must be at least 2 for top_k=3, got 1"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
-    ("deepseek_v3", {"qk_head_dim": 64}, "qk_head_dim=64"),
-    ("deepseek_v3", {"head_dim": 20}, "head_dim=20"),
-    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+    ("deepseek_v3", {"qk_head_dim": 64}, "qk_head_dim must .* got 64"),
+    ("deepseek_v3", {"head_dim": 20}, "head_dim must .* got 20"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads must .* got 2"),
     ("gpt_oss", {"swiglu_limit": -1.0}, "swiglu_limit"),
-    ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}}, "lacks orig"),
-    ("glm4_moe", {"num_attention_heads": 8}, "has shape"),
+    (
+        "gpt_oss",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}},
+        "original_max_position_embeddings.* must .* got None",
+    ),
+    ("glm4_moe", {"num_attention_heads": 8}, "must be of shape"),
     ("glm4_moe", {"head_dim": 30}, "rotates 15 dimensions"),
 ]
 
@@ -202,7 +206,7 @@ def test_a_configuration_that_contradicts_itself_or_its_family(name, changes, me
     hf = tiny(name)
     with pytest.raises(ValueError, match=message.replace("(", r"\(")) as error:
         Decoder(ModelSpec.from_config(hf.config.to_dict() | changes), hf.state_dict())
-    one_line(error) if "architecture=" not in message else None
+    one_line(error) if "architecture" not in message else None
 
 
 @pytest.mark.parametrize("name", SPARSE)

@@ -169,7 +169,7 @@ def test_tied_in_gguf_means_no_output_tensor(tiny_gguf):
 )
 def test_a_tensor_of_the_wrong_shape(tiny_gguf, tensor, change):
     path, _ = tiny_gguf(change={tensor: change})
-    with pytest.raises(ValueError, match="has shape|rows|no matrix"):
+    with pytest.raises(ValueError, match="of shape|rows|no matrix"):
         load(path)
 
 

@@ -231,7 +231,7 @@ def test_rows_of_zeros_and_of_tiny_numbers():
 
 @pytest.mark.parametrize("dtype", ["int4", "fp8", "", "int8-g32", torch.float16])
 def test_another_dtype_is_refused(dtype):
-    with pytest.raises(ValueError, match=r"dtype=.*; accepted: 'int8'$"):
+    with pytest.raises(ValueError, match=r"dtype must be one of int8, got"):
         quantize_weights(from_transformers(tiny("qwen3")), dtype)
 
 
@@ -241,7 +241,7 @@ def test_torchs_name_is_accepted():
 
 def test_twice_is_refused():
     q = quantize_weights(from_transformers(tiny("qwen3")))
-    with pytest.raises(ValueError, match="its weights are in int8 already"):
+    with pytest.raises(ValueError, match="decoder must be a model as loaded.*got 'int8'"):
         quantize_weights(q)
 
 
@@ -267,7 +267,7 @@ def test_weights_that_are_no_numbers_are_refused(value, name, where, says):
 
 @pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), Int8Matrix(torch.ones(2, 2))])
 def test_no_decoder_at_all(thing):
-    with pytest.raises(ValueError, match="need a companion.model.Decoder"):
+    with pytest.raises(ValueError, match="decoder must be a companion.model.Decoder"):
         quantize_weights(thing)
 
 

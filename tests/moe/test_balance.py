@@ -115,7 +115,7 @@ def test_loss_of_no_tokens_is_zero_and_differentiable():
 
 
 def test_loss_refuses_other_conventions():
-    with pytest.raises(ValueError, match="per must be 'choice' or 'token', got 'batch'"):
+    with pytest.raises(ValueError, match="per must be one of choice, token, got 'batch'"):
         aux_loss(torch.ones(2, 4) / 4, torch.ones(2, 1).long(), per="batch")
 
 
@@ -144,5 +144,5 @@ def test_the_bias_evens_out_a_skewed_router():
 
 @pytest.mark.parametrize("rate", [-0.1, float("nan")])
 def test_bias_update_refuses(rate):
-    with pytest.raises(ValueError, match="rate must be a number of at least 0"):
+    with pytest.raises(ValueError, match="rate must be a finite number of at least 0"):
         updated_bias(torch.zeros(3), torch.zeros(3).long(), rate=rate)

@@ -92,7 +92,7 @@ def test_capacity_factor():
     assert capacity_of(3, 8, 2, 1.0) == 1  # rounded up
     assert capacity_of(0, 8, 2, 1.0) == 0
     for bad in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="factor must be a positive number"):
+        with pytest.raises(ValueError, match="factor must be a positive finite number"):
             capacity_of(3, 8, 2, bad)
 
 
@@ -144,8 +144,8 @@ def test_gradients(capacity):
         ([[0, 3]], 3, None, "ids must be in 0..2, or -1 for not sent; got 3"),
         ([[0, -2]], 3, None, "ids must be in 0..2, or -1 for not sent; got -2"),
         ([[0, 10**15]], 3, None, "got 1000000000000000"),
-        ([[0, 1]], 0, None, "experts must be at least 1, got 0"),
-        ([[0, 1]], 3, -1, "capacity must be at least 0 or None, got -1"),
+        ([[0, 1]], 0, None, "experts must be a positive integer, got 0"),
+        ([[0, 1]], 3, -1, "capacity must be an integer of at least 0, got -1"),
     ],
 )
 def test_bad_input(ids, experts, capacity, message):

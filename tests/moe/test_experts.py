@@ -209,10 +209,10 @@ def test_one_expert_is_a_linear_layer():
     [
         (dict(w1=torch.zeros(4, 12, 9)), "w1 must be (E, 2N, K) for x (T, K)"),
         (dict(w1=torch.zeros(4, 11, 10)), "w1 must be (E, 2N, K) for x (T, K)"),
-        (dict(w2=torch.zeros(4, 6, 10)), "w2 must have shape (4, 10, 6), got (4, 6, 10)"),
-        (dict(b1=torch.zeros(4, 6)), "b1 must have shape (4, 12), got (4, 6)"),
-        (dict(b2=torch.zeros(3, 10)), "b2 must have shape (4, 10), got (3, 10)"),
-        (dict(weights=torch.zeros(5, 3)), "weights must have shape (5, 2), got (5, 3)"),
+        (dict(w2=torch.zeros(4, 6, 10)), "w2 must be of shape (4, 10, 6), got (4, 6, 10)"),
+        (dict(b1=torch.zeros(4, 6)), "b1 must be of shape (4, 12), got (4, 6)"),
+        (dict(b2=torch.zeros(3, 10)), "b2 must be of shape (4, 10), got (3, 10)"),
+        (dict(weights=torch.zeros(5, 3)), "weights must be of shape (5, 2), got (5, 3)"),
         (
             dict(x=torch.zeros(5, 10).double()),
             "x, w1 and w2 must have one dtype, got torch.float64, torch.float32",

@@ -170,14 +170,14 @@ def test_parameters_equal_the_count_of_every_known_model(name):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(top_k=9), "top_k must be at most the number of experts, 8; got 9"),
-        (dict(routing=RoutingSpec(groups=3)), "groups must divide the number of experts, 8; got 3"),
-        (dict(experts=0), "experts must be at least 1, got 0"),
-        (dict(ffn=0), "ffn must be at least 1, got 0"),
-        (dict(shared_ffn=-1), "shared_ffn must be at least 0, got -1"),
-        (dict(shared_ffn=0, shared_gate=True), "shared_gate needs a shared expert, got shared_ffn=0"),
-        (dict(swiglu_limit=0.0), "swiglu_limit must be above 0 or None, got 0.0"),
-        (dict(capacity_factor=0.0), "factor must be a positive number, got 0.0"),
+        (dict(top_k=9), "top_k must be an integer from 1 to 8, got 9"),
+        (dict(routing=RoutingSpec(groups=3)), "groups must be a divisor of 8 experts, got 3"),
+        (dict(experts=0), "experts must be a positive integer, got 0"),
+        (dict(ffn=0), "ffn must be a positive integer, got 0"),
+        (dict(shared_ffn=-1), "shared_ffn must be an integer of at least 0, got -1"),
+        (dict(shared_ffn=0, shared_gate=True), "shared_ffn must be a positive integer, got 0"),
+        (dict(swiglu_limit=0.0), "swiglu_limit must be a positive finite number, got 0.0"),
+        (dict(capacity_factor=0.0), "factor must be a positive finite number, got 0.0"),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused(change, message):

@@ -206,16 +206,16 @@ def test_gradients_flow_through_the_weights():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(top_k=9), "top_k must be at most the number of experts, 8; got 9"),
-        (dict(top_k=0), "top_k must be a positive integer, got 0"),
+        (dict(top_k=9), "top_k must be an integer from 1 to 8, got 9"),
+        (dict(top_k=0), "top_k must be an integer from 1 to 8, got 0"),
         (dict(score="relu"), "score must be one of softmax, sigmoid, topk_softmax, got 'relu'"),
         (dict(group_score="mean"), "group_score must be one of top2_sum, max, got 'mean'"),
-        (dict(groups=3), "groups must divide the number of experts, 8; got 3"),
+        (dict(groups=3), "groups must be a divisor of 8 experts, got 3"),
         (dict(groups=0), "groups must be a positive integer, got 0"),
-        (dict(groups=2, topk_groups=3), "topk_groups must be at most groups=2, got 3"),
-        (dict(topk_groups=2), "topk_groups must be at most groups=1, got 2"),
-        (dict(groups=4, topk_groups=1, top_k=3), "topk_groups=1 groups of 2 experts are fewer than top_k=3"),
-        (dict(groups=8, topk_groups=4), "group_score='top2_sum' needs groups of at least 2 experts"),
+        (dict(groups=2, topk_groups=3), "topk_groups must be an integer from 1 to 2, got 3"),
+        (dict(topk_groups=2), "topk_groups must be an integer from 1 to 1, got 2"),
+        (dict(groups=4, topk_groups=1, top_k=3), "topk_groups must be at least 2 for top_k=3, got 1"),
+        (dict(groups=8, topk_groups=4), "groups must be of at least 2 experts each"),
         (dict(scaling=NAN), "scaling must be a finite number, got nan"),
     ],
 )
@@ -226,7 +226,7 @@ def test_a_rule_that_cannot_choose_is_refused(change, message):
 
 
 def test_a_bias_of_another_length_is_refused():
-    with pytest.raises(ValueError, match=r"correction_bias must have shape \(8,\), got \(7,\)"):
+    with pytest.raises(ValueError, match=r"correction_bias must be of shape \(8,\), got \(7,\)"):
         route.__wrapped__(torch.zeros(2, 8), top_k=2, renormalize=True, correction_bias=torch.zeros(7))
 
 

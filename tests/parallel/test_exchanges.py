@@ -102,15 +102,15 @@ def test_counts_that_do_not_fit_are_refused_before_anything_is_sent(send, receiv
     [
         ({"timeout": 0}, "timeout"),
         ({"rank": 1}, "size"),
-        ({"rank": 2, "size": 2}, "rank=2"),
+        ({"rank": 2, "size": 2}, "rank must .* got 2"),
     ],
 )
 def test_bad_ranks(options, message):
     with pytest.raises(ValueError, match=message):
         join(**options)
-    with pytest.raises(ValueError, match="source=1"):
+    with pytest.raises(ValueError, match="source must .* got 1"):
         Group().broadcast(torch.ones(1), 1)
-    with pytest.raises(ValueError, match="tensor=3"):
+    with pytest.raises(ValueError, match="tensor must .* got 3"):
         mesh(parallel_ranks.Silent(2), 3)
 
 
@@ -185,7 +185,7 @@ f = outer()
 @pytest.mark.parametrize("text", ["f = lambda group: 1", CLOSED])
 def test_a_function_that_cannot_be_sent_is_refused(monkeypatch, text):
     fn = in_a_notebook(monkeypatch, text)
-    with pytest.raises(ValueError, match="cannot be sent"):
+    with pytest.raises(ValueError, match="^fn must be a function of a module"):
         run(2, fn)
 
 

@@ -177,10 +177,10 @@ def test_what_a_cache_costs_on_many_ranks(name, ranks):
 @pytest.mark.parametrize(
     "name, ranks, message",
     [
-        ("llama", {"tensor": 3}, "tensor=3 must divide heads=4"),
-        ("llama", {"expert": 2}, "no experts"),
-        ("mixtral", {"expert": 3}, "expert=3 must divide moe.experts=8"),
-        ("deepseek_v3", {"tensor": 8}, "tensor=8 must divide heads=4"),
+        ("llama", {"tensor": 3}, "tensor must be a divisor of heads=4, got 3"),
+        ("llama", {"expert": 2}, "expert must be 1 for a model without experts, got 2"),
+        ("mixtral", {"expert": 3}, "expert must be a divisor of moe.experts=8, got 3"),
+        ("deepseek_v3", {"tensor": 8}, "tensor must be a divisor of heads=4, got 8"),
     ],
 )
 def test_ranks_that_do_not_divide_are_refused_before_anything_is_said_or_read(whole, name, ranks, message):

@@ -179,30 +179,30 @@ def test_k_and_v_of_different_widths():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(name="int3"), "codec 'int3'.*int8, int4"),
-        (dict(name="fp8"), "codec 'fp8'.*fp8_e4m3"),
-        (dict(name="int4", group=0), "group=0"),
-        (dict(name="int4", group=-32), "group=-32"),
-        (dict(name="int4", group=True), "group=True"),
-        (dict(name="int4", group=32.0), "group=32.0"),
-        (dict(name="int4", group_dim=0), "group_dim=0"),
-        (dict(name="int4", group_dim=1), "group_dim=1"),
-        (dict(name="int4", scale_dtype=torch.int8), "scale_dtype=torch.int8"),
-        (dict(name="int4", scale_dtype=torch.float8_e4m3fn), "scale_dtype=torch.float8"),
-        (dict(name="nvfp4", scale_dtype=F32), "scale_dtype=torch.float32; nvfp4"),
-        (dict(name="nvfp4", group=32), "group=32; nvfp4 has blocks of 16"),
-        (dict(name="mxfp4", group=16), "group=16; mxfp4 has blocks of 32"),
-        (dict(name="nvfp4", symmetric=True), "symmetric=True.*nvfp4"),
-        (dict(name="fp8_e4m3", symmetric=False), "symmetric=False.*fp8_e4m3"),
-        (dict(name="int8", tensor_scale=1.0), "tensor_scale=1.0; int8 has none"),
-        (dict(name="mxfp4", tensor_scale=1.0), "tensor_scale=1.0; mxfp4 has none"),
-        (dict(name="nvfp4", tensor_scale=0.0), "tensor_scale=0.0"),
-        (dict(name="nvfp4", tensor_scale=-1.0), "tensor_scale=-1.0"),
-        (dict(name="nvfp4", tensor_scale=float("nan")), "tensor_scale=nan"),
-        (dict(name="nvfp4", tensor_scale=float("inf")), "tensor_scale=inf"),
-        (dict(name="nvfp4", tensor_scale=1e-60), "tensor_scale=1e-60"),  # 0 in float32
-        (dict(name="nvfp4", tensor_scale=1e39), "tensor_scale=1e\\+39"),  # infinity in float32
-        (dict(name="nvfp4", tensor_scale="1"), "tensor_scale='1'"),
+        (dict(name="int3"), "codec must .* int8, int4.* got 'int3'"),
+        (dict(name="fp8"), "codec must .* fp8_e4m3.* got 'fp8'"),
+        (dict(name="int4", group=0), "group must .* got 0"),
+        (dict(name="int4", group=-32), "group must .* got -32"),
+        (dict(name="int4", group=True), "group must .* got True"),
+        (dict(name="int4", group=32.0), "group must .* got 32.0"),
+        (dict(name="int4", group_dim=0), "group_dim must .* got 0"),
+        (dict(name="int4", group_dim=1), "group_dim must .* got 1"),
+        (dict(name="int4", scale_dtype=torch.int8), "scale_dtype must .* got torch.int8"),
+        (dict(name="int4", scale_dtype=torch.float8_e4m3fn), "scale_dtype must .* got torch.float8"),
+        (dict(name="nvfp4", scale_dtype=F32), "scale_dtype must .* nvfp4, got torch.float32"),
+        (dict(name="nvfp4", group=32), "group must be 16 .* nvfp4, got 32"),
+        (dict(name="mxfp4", group=16), "group must be 32 .* mxfp4, got 16"),
+        (dict(name="nvfp4", symmetric=True), "symmetric must .* nvfp4, got True"),
+        (dict(name="fp8_e4m3", symmetric=False), "symmetric must .* fp8_e4m3, got False"),
+        (dict(name="int8", tensor_scale=1.0), "tensor_scale must .* int8, got 1.0"),
+        (dict(name="mxfp4", tensor_scale=1.0), "tensor_scale must .* mxfp4, got 1.0"),
+        (dict(name="nvfp4", tensor_scale=0.0), "tensor_scale must .* got 0.0"),
+        (dict(name="nvfp4", tensor_scale=-1.0), "tensor_scale must .* got -1.0"),
+        (dict(name="nvfp4", tensor_scale=float("nan")), "tensor_scale must .* got nan"),
+        (dict(name="nvfp4", tensor_scale=float("inf")), "tensor_scale must .* got inf"),
+        (dict(name="nvfp4", tensor_scale=1e-60), "tensor_scale must .* got 1e-60"),  # 0 in float32
+        (dict(name="nvfp4", tensor_scale=1e39), "tensor_scale must .* got 1e\\+39"),  # infinity in float32
+        (dict(name="nvfp4", tensor_scale="1"), "tensor_scale must .* got '1'"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -225,10 +225,10 @@ def raw_quantize(c, x):
         (codec("nvfp4"), (2, 72), "group=16 does not divide 72 channels"),
         (codec("nvfp4", group_dim=-2), (24, 64), "group=16 does not divide 24 tokens"),
         (codec("mxfp4"), (2, 48), "group=32 does not divide 48 channels"),
-        (codec("int4"), (4, 63), "x has 63 channels; int4 needs a multiple of 2"),
-        (codec("int2"), (4, 62), "x has 62 channels; int2 needs a multiple of 4"),
-        (codec("nvfp4", group_dim=-2), (16, 63), "x has 63 channels; nvfp4 needs a multiple of 2"),
-        (codec("int8"), (64,), "x has shape"),
+        (codec("int4"), (4, 63), "x must be of a multiple of 2 channels in int4, got 63"),
+        (codec("int2"), (4, 62), "x must be of a multiple of 4 channels in int2, got 62"),
+        (codec("nvfp4", group_dim=-2), (16, 63), "x must be of a multiple of 2 channels in nvfp4, got 63"),
+        (codec("int8"), (64,), r"x must be .* got \(64,\)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(c, shape, message):
@@ -257,7 +257,7 @@ def test_what_is_too_large_for_float32_is_not_turned_into_infinity():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
 def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(ValueError, match="x has shape.*dtype"):
+    with pytest.raises(ValueError, match=f"x must be .* floating point, got .* of {dtype}"):
         raw_quantize(codec("int8"), torch.zeros(2, 4, dtype=dtype))
 
 

@@ -63,10 +63,10 @@ def test_a_module_is_named_as_it_was_started(folder, monkeypatch):
 
 
 def test_an_unknown_name_lists_the_known_ones(folder):
-    with pytest.raises(ValueError, match="name='b' has no stored result; there are: none"):
+    with pytest.raises(ValueError, match="name must be one of .none., got 'b'"):
         stored("b")
     store("a", {"machine": 1})
-    with pytest.raises(ValueError, match="there are: a$"):
+    with pytest.raises(ValueError, match="must be one of a, got 'b'$"):
         stored("b")
     with pytest.raises(ValueError):
         stored("../results/a")
