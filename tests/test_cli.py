@@ -137,7 +137,9 @@ def test_options_that_are_refused(loaded, refused, args, message):
 def test_prompts_that_are_refused(loaded, refused):
     assert "the prompt is empty" in refused("generate", "")
     assert "the prompt is empty" in refused("generate", "", "--json")
-    assert "empty" in refused("generate", "\x1d")  # a character that this vocabulary has no token for
+    assert "at least one token" in refused(
+        "generate", "\x1d"
+    )  # a character that this vocabulary has no token for
     assert "UTF-8" in refused("generate", "a\udcffb")
     assert "made for at most 8192" in refused("generate", "one two " * 5000)
     assert "made for at most 8192" in refused("generate", "one two " * 5000, "--json")
