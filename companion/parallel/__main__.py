@@ -49,14 +49,13 @@ def decode(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="companion.parallel", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--tensor", type=int, help="ranks that share tokens; by default all, or 1 with experts"
-    )
-    parser.add_argument("--experts", type=int, default=0, help="experts per layer; 0 is a dense model")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--prompt", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for another rank")
+    a = parser.add_argument
+    a("--tensor", type=int, help="ranks that share tokens; by default all, or 1 with experts")
+    a("--experts", type=int, default=0, help="experts per layer; 0 is a dense model")
+    a("--batch", type=int, default=2)
+    a("--prompt", type=int, default=16)
+    a("--steps", type=int, default=8)
+    a("--timeout", type=float, default=60.0, help="seconds to wait for another rank")
     given = parser.parse_args(argv)
     spec, world = tiny(given.experts), join(timeout=given.timeout)
     try:

@@ -128,19 +128,18 @@ class Group:
     @property
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """kind -> (calls, payload) so far."""
-        return self._table(lambda c: c.kind)
+        return self._table("kind")
 
     @property
     def by_purpose(self) -> dict[str, tuple[int, int]]:
         """Purpose -> (calls, payload) so far."""
-        return self._table(lambda c: c.what)
+        return self._table("what")
 
-    def _table(self, key) -> dict[str, tuple[int, int]]:
-        table: dict[str, tuple[int, int]] = {}
+    def _table(self, by: str) -> dict[str, tuple[int, int]]:
+        found: dict[str, list[int]] = {}
         for c in self.calls:
-            calls, payload = table.get(key(c), (0, 0))
-            table[key(c)] = calls + 1, payload + c.payload
-        return table
+            found.setdefault(getattr(c, by), []).append(c.payload)
+        return {key: (len(payloads), sum(payloads)) for key, payloads in found.items()}
 
     def _do(self, kind: str, what: str, moved: tuple[int, int, int], collective, *args, **options) -> None:
         """Run a collective and count it. moved: bytes of its payload, received, abroad."""

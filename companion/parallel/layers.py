@@ -34,7 +34,7 @@ from ..caches import make_cache
 from ..cost import ModelSpec, rank_spec
 from ..model import Decoder
 from ..model.attention import WidthNormAttention
-from ..model.blocks import Block, RMSNorm
+from ..model.blocks import RMSNorm
 from ..moe import MoE, Routing, combine, dispatch, gather, grouped_experts
 from .collectives import Group, Number
 from .weights import Slices
@@ -69,7 +69,11 @@ def shard(
         if expert.size > 1 and isinstance(block.ffn, MoE):
             block.ffn = _spread(decoder, block.ffn, take.router(layer), expert)
         if tensor.size > 1:
-            _reduce(block, tensor)
+            # Hooks, so that parts keep their names and types.
+            block.attention.register_forward_hook(lambda part, args, out: tensor.all_reduce(out, "attention"))
+            block.ffn.register_forward_hook(lambda part, args, out: tensor.all_reduce(out, "feed-forward"))
+            for name in ("q_norm", "k_norm") if isinstance(block.attention, WidthNormAttention) else ():
+                setattr(block.attention, name, SharedNorm(getattr(block.attention, name), tensor))
     return decoder
 
 
@@ -102,15 +106,6 @@ class SharedNorm(nn.Module):
         square = self.group.all_reduce(wide.square().mean(-1, keepdim=True), "query-key norms")
         normed = wide * torch.rsqrt(square / self.group.size + self.eps)
         return normed.to(x.dtype) * self.weight
-
-
-def _reduce(block: Block, group: Group) -> None:
-    """Add up what the ranks' parts of a block give. Hooks, so that parts keep their names and types."""
-    block.attention.register_forward_hook(lambda part, args, out: group.all_reduce(out, "attention"))
-    block.ffn.register_forward_hook(lambda part, args, out: group.all_reduce(out, "feed-forward"))
-    if isinstance(block.attention, WidthNormAttention):
-        for name in ("q_norm", "k_norm"):
-            setattr(block.attention, name, SharedNorm(getattr(block.attention, name), group))
 
 
 def exchanged_experts(

@@ -37,7 +37,9 @@ def store(name: str, result: dict[str, Any]) -> Path:
     replaced in one piece, so a run that is stopped leaves the last whole result.
     """
     require(name.isidentifier(), "name", "letters, digits and underscores", name)
-    whole = {"command": _command(), **result}
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"-m {spec.name}" if spec is not None else Path(sys.argv[0]).name
+    whole = {"command": " ".join(["python", program, *sys.argv[1:]]), **result}
     if "machine" not in whole:
         whole["machine"] = describe()
     text = json.dumps(whole, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -47,10 +49,3 @@ def store(name: str, result: dict[str, Any]) -> Path:
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
     return path
-
-
-def _command() -> str:
-    """How this process was started, as a reader would type it."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = f"-m {spec.name}" if spec is not None else Path(sys.argv[0]).name
-    return " ".join(["python", program, *sys.argv[1:]])

@@ -34,23 +34,14 @@ WEIGHTS = Path(__file__).parent / "results" / "recall_nets.safetensors"
 _SHAPE = {"architecture": "recall", "layers": 2, "d_model": 64, "heads": 8, "ffn": 64, "vocab": KEYS + VALUES}
 
 
-def _spec(name: str, kv_heads: int, mla: MLASpec | None = None) -> ModelSpec:
+def _spec(name: str, kv_heads: int, rank: int = 0) -> ModelSpec:
+    mla = MLASpec(kv_rank=rank, nope_dim=16, rope_dim=8, v_dim=16) if rank else None
     return ModelSpec(name=name, kv_heads=kv_heads, head_dim=mla.qk_dim if mla else 16, mla=mla, **_SHAPE)
 
 
-def _latent(rank: int) -> MLASpec:
-    return MLASpec(kv_rank=rank, nope_dim=16, rope_dim=8, v_dim=16)
-
-
 # The two latents cache as many numbers per token as one and as two key-value heads do: 32 and 64.
-VARIANTS: dict[str, ModelSpec] = {
-    s.name: s
-    for s in (
-        *(_spec(f"kv{n}", n) for n in (8, 4, 2, 1)),
-        _spec("latent64", 8, _latent(56)),
-        _spec("latent32", 8, _latent(24)),
-    )
-}
+_LATENTS = _spec("latent64", 8, 56), _spec("latent32", 8, 24)
+VARIANTS: dict[str, ModelSpec] = {s.name: s for s in (*(_spec(f"kv{n}", n) for n in (8, 4, 2, 1)), *_LATENTS)}
 
 
 class RecallNet(nn.Module):
