@@ -6,7 +6,6 @@ Processes are spawned, not forked: a fork of a program in which torch has starte
 process imports what it runs, so `step` has to be importable, from a module or a script. A notebook's cells
 are neither; of a function defined there the source text is sent instead, and it must import all that it uses
 inside itself and use no name of the notebook.
-
 Ranks meet at a file in a temporary folder: no port to choose, none to collide.
 """
 

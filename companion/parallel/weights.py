@@ -26,7 +26,6 @@ class RandomWeights(Mapping):
     Matrices are normal with a variance of 1 / inputs, norms are 1 (0 where 1 is added), all else is 0.
     On a GPU the numbers are other ones.
     Attributes: `shapes`, name -> shape; all together they have `companion.cost.parameters(spec)` numbers.
-
     Raises ValueError for an architecture that is not there.
     """
 

@@ -212,7 +212,6 @@ def pieces() -> Int64[Tensor, "P S"]:
 @torch.no_grad()
 def held_out(net: Reader, chunk: int = 64) -> tuple[float, Int64[Tensor, "L P S k"]]:
     """Nats per character of the held-out text; and the experts chosen for each, (layers, pieces, LENGTH, k).
-
     Of a dense reader the latter has no layers.
     """
     total, chosen, ids = 0.0, [], pieces()
