@@ -84,10 +84,6 @@ def _stored(name: str, value: Any) -> Any:
     return value
 
 
-def _one_of(accepted: tuple[str, ...]) -> Callable[[str, Any], str]:
-    return lambda name, value: choice(name, value, accepted)
-
-
 def ask(default: Any, means: str, *, group: str, read: Any, unit: str = "", **more: Any) -> Any:
     """A field that can be asked.
 
@@ -121,6 +117,9 @@ def note(asked: Any) -> str:
 _LOAD, _FORMATS, _DEVICES, _ENGINE = "load", "formats", "several devices", "the engine, as assumptions"
 _BYTES = {"read": bytes_of, "unit": "BYTES"}
 _RATE = {"read": rate_of, "unit": "BYTES/s", "check": _rate}
+_SECONDS = {"read": float, "unit": "SECONDS", "check": _seconds}
+_COUNT = {"read": int, "check": _count()}
+_STORED = {"group": _FORMATS, "read": format_of, "offered": FORMATS}
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 _TOKENS = (64, 128, 256, 512, *(1024 * n for n in _BATCHES if n <= 1024))
 
@@ -136,29 +135,26 @@ class Deployment:
 
     model: ModelSpec | str = _named("Model", models)
     hardware: HardwareSpec | str = _named("Device", hardware)
-    batch: int = ask(
-        1, "sequences at once", group=_LOAD, read=int, check=_count(), label="Sequences", levels=_BATCHES
-    )
+    batch: int = ask(1, "sequences at once", group=_LOAD, label="Sequences", levels=_BATCHES, **_COUNT)
     context: int = ask(
-        8192, "tokens cached for each, prompt and answer", group=_LOAD, read=int, unit="TOKENS",
-        check=_count(), label="Tokens of each", levels=_TOKENS,
+        8192, "tokens cached for each, prompt and answer", group=_LOAD, unit="TOKENS", label="Tokens of each",
+        levels=_TOKENS, **_COUNT,
     )  # fmt: skip
     weights: Any = ask(
-        BF16.name, "format of the weights, or bits per value", group=_FORMATS, read=format_of, unset=True,
-        note="default: as the file says, else bf16", label="Weights in", offered=FORMATS,
+        BF16.name, "format of the weights, or bits per value", unset=True, label="Weights in", **_STORED,
+        note="default: as the file says, else bf16",
     )  # fmt: skip
     weights_bytes: int | None = ask(
         None, "this figure instead of the counted one, e.g. 140GB: all weights in as many bits",
         group=_FORMATS, check=_count(), label="Weights, as a figure", **_BYTES,
     )  # fmt: skip
     experts: Any = ask(
-        None, "another format for the routed experts, e.g. mxfp4", group=_FORMATS, read=format_of,
-        check=_stored, note="default: as the weights are", label="Experts in", offered=FORMATS,
+        None, "another format for the routed experts, e.g. mxfp4", check=_stored, label="Experts in",
+        note="default: as the weights are", **_STORED,
     )  # fmt: skip
     kv: Any = ask(
-        BF16.name, "format of the cache, or bits per value", group=_FORMATS, read=format_of, check=_stored,
-        label="Cache in", offered=FORMATS,
-    )  # fmt: skip
+        BF16.name, "format of the cache, or bits per value", check=_stored, label="Cache in", **_STORED
+    )
     devices: int | None = ask(
         None, "devices that hold it together, each an equal part", group=_DEVICES, read=int, note="default 1",
         label="How many", offered=(1, 2, 4, 8, 16),
@@ -172,31 +168,23 @@ class Deployment:
     )
     kv_sharding: str = ask(
         "heads", "where devices are given: how they divide the cache", group=_DEVICES, read=str,
-        choices=SHARDINGS, check=_one_of(SHARDINGS), label="Cache divided by",
+        choices=SHARDINGS, label="Cache divided by",
     )  # fmt: skip
     link_bandwidth: float | None = ask(
         None, "that leave a device for others; without it exchanges take no time", group=_DEVICES, **_RATE
     )
-    link_latency: float = ask(
-        0.0, "of each message", group=_DEVICES, read=float, unit="SECONDS", check=_seconds
-    )
-    block_size: int | None = ask(
-        None, "tokens per block of a paged cache", group=_ENGINE, read=int, check=_count()
-    )
+    link_latency: float = ask(0.0, "of each message", group=_DEVICES, **_SECONDS)
+    block_size: int | None = ask(None, "tokens per block of a paged cache", group=_ENGINE, **_COUNT)
     pages: str = ask(
         "exact", "sliding layers take what they need, grouped pages (vLLM), or one table for all",
-        group=_ENGINE, read=str, choices=PAGES, check=_one_of(PAGES),
+        group=_ENGINE, read=str, choices=PAGES,
     )  # fmt: skip
-    step_tokens: int = ask(
-        1, "tokens of a sequence that a step may write", group=_ENGINE, read=int, check=_count()
-    )
+    step_tokens: int = ask(1, "tokens of a sequence that a step may write", group=_ENGINE, **_COUNT)
     activation_bytes: int = ask(0, "per device", group=_ENGINE, check=_count(0), **_BYTES)
     overhead_bytes: int = ask(
         0, "per device, for the runtime and the rest", group=_ENGINE, check=_count(0), **_BYTES
     )
-    overhead_seconds: float = ask(
-        0.0, "per step, for launches", group=_ENGINE, read=float, unit="SECONDS", check=_seconds
-    )
+    overhead_seconds: float = ask(0.0, "per step, for launches", group=_ENGINE, **_SECONDS)
     efficiency: float = ask(
         1.0, "share of the peak reached; 1 gives bounds", group=_ENGINE, read=float,
         check=lambda name, value: positive(name, value, 1, owner="size"),
@@ -212,6 +200,8 @@ class Deployment:
         put(self, "hardware", resolve_hardware(self.hardware))
         for asked in fields(self):
             check, value = asked.metadata.get("check"), getattr(self, asked.name)
+            if "choices" in asked.metadata:
+                choice(asked.name, value, asked.metadata["choices"])
             if check is not None and not (value is None and asked.default is None):
                 put(self, asked.name, check(asked.name, value))
         if self.weights_bytes is None:

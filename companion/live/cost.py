@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from .. import cost as room
 from ..checks import choice, require
-from ..cost import (
-    Deployment,
-    HardwareSpec,
-    ModelSpec,
-    RoutingSpec,
-    budget,
-    crossings,
-    flops,
-    hardware,
-    memory,
-    models,
-    sizing,
-    step,
-)
+from ..cost import Deployment, HardwareSpec, ModelSpec, RoutingSpec, decode_step, hardware, models, size
 from ..cost.deployment import note, options
 from ..cost.registry import resolve_hardware, resolve_model
+from . import answer
 
 POINTS = 64
 
 
-def _row(table, name: str) -> dict:
-    return {"name": name, **table.row(name)}
-
-
 def _list(table) -> Callable:
-    return lambda name=None: _row(table, name) if name else list(table)
+    return lambda name=None: {"name": name, **table.row(name)} if name else list(table)
 
 
 def _points(name: str, values) -> list:
@@ -44,19 +28,19 @@ def _points(name: str, values) -> list:
 
 
 def _budget(model, contexts, **arguments):
-    bars = budget(model, contexts=_points("contexts", contexts), **arguments)
+    bars = room.budget(model, contexts=_points("contexts", contexts), **arguments)
     return {
         "bars": [b.to_dict() for b in bars],
-        "crossings": asdict(crossings(model, **arguments)),
+        "crossings": asdict(room.crossings(model, **arguments)),
     }
 
 
 def _bill(contexts, **arguments):
     """One deployment, and what the same takes at other contexts."""
     shown = ("context", "weights_bytes_per_device", "kv_bytes_per_device", "bytes_per_device", "fits")
-    bars = [sizing.size(**{**arguments, "context": n}).to_dict() for n in _points("contexts", contexts)]
+    bars = [size(**{**arguments, "context": n}).to_dict() for n in _points("contexts", contexts)]
     return {
-        "sizing": sizing.size(**arguments).to_dict(),
+        "sizing": size(**arguments).to_dict(),
         "bars": [{name: bar[name] for name in shown} for bar in bars],
     }
 
@@ -69,13 +53,13 @@ def _roofline(model, hardware, batch, context, batches, weights="bf16", kv="bf16
     device, formats = resolve_hardware(hardware), {"weights": weights, "kv": kv}
     dtype, shown = device.default_compute, ("batch", "intensity", "flops_per_second")
     asked = _points("batches", batches)
-    trace = [step.decode_step(model, device, n, context, **formats).to_dict() for n in asked]
-    plan = sizing.size(model, device, batch=batch, context=context, weights=weights, kv=kv)
+    trace = [decode_step(model, device, n, context, **formats).to_dict() for n in asked]
+    plan = size(model, device, batch=batch, context=context, weights=weights, kv=kv)
     return {
         "device": {"compute_dtype": dtype, "bandwidth": device.bandwidth, "peak": device.peak(dtype)},
         "ridge": device.ridge(dtype),
-        "decode": step.decode_step(model, device, batch, context, **formats).to_dict(),
-        "prefill": step.prefill(model, device, context, **formats).to_dict(),
+        "decode": decode_step(model, device, batch, context, **formats).to_dict(),
+        "prefill": room.prefill(model, device, context, **formats).to_dict(),
         "trace": [{name: point[name] for name in shown} for point in trace],
         "max_batch": plan.max_batch,
     }
@@ -96,17 +80,13 @@ def _experts(model, hardware, batch, batches, context=1024, weights="bf16", expe
     models_of_row = dict(zip(("mixture", "active", "total"), (model, *_twins(model)), strict=True))
 
     def row(n):
-        out = {"batch": n, "touched": memory.experts_touched(model, n)}
+        out = {"batch": n, "touched": room.experts_touched(model, n)}
         for name, m in models_of_row.items():
-            cost = step.decode_step(m, device, n, context, weights=weights, experts=experts)
-            out[name] = {
-                "weights_bytes": cost.weights_bytes,
-                "seconds": cost.seconds,
-                "bound_by": cost.bound_by,
-            }
+            cost = decode_step(m, device, n, context, weights=weights, experts=experts)
+            out[name] = {key: getattr(cost, key) for key in ("weights_bytes", "seconds", "bound_by")}
         return out
 
-    plan = sizing.size(model, device, batch=batch, context=context, weights=weights, experts=experts)
+    plan = size(model, device, batch=batch, context=context, weights=weights, experts=experts)
     return {
         "experts": model.moe.experts,
         "top_k": model.moe.top_k,
@@ -181,39 +161,28 @@ def _filled(given: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-OPS: dict[str, Callable] = {
-    "active_parameters": memory.active_parameters,
+_FUNCTIONS = """active_parameters decode_flops decode_step experts_touched intensity kv_bytes
+    kv_bytes_per_token prefill prefill_flops size weight_bytes""".split()
+OPS: dict[str, Callable] = {name: getattr(room, name) for name in _FUNCTIONS} | {
     "bill": _bill,
     "budget": _budget,
-    "decode_flops": flops.decode_flops,
-    "decode_step": lambda **a: step.decode_step(**a).to_dict(),
     "experts": _experts,
-    "experts_touched": memory.experts_touched,
     "form": form,
     "hardware": _list(hardware),
-    "intensity": flops.intensity,
-    "kv_bytes": memory.kv_bytes,
-    "kv_bytes_per_token": memory.kv_bytes_per_token,
     "models": _list(models),
-    "parameters": lambda **a: memory.parameter_count(**a).to_dict(),
-    "prefill": lambda **a: step.prefill(**a).to_dict(),
-    "prefill_flops": flops.prefill_flops,
+    "parameters": room.parameter_count,
     "roofline": _roofline,
-    "size": lambda **a: sizing.size(**a).to_dict(),
-    "weight_bytes": memory.weight_bytes,
 }
 
 
-def _reply(request: str):
-    data = json.loads(request)
-    require(isinstance(data, dict), "request", "a JSON object", data)
+def _reply(data: dict) -> Any:
     op = choice("op", data.pop("op", None), OPS)
     if isinstance(data.get("model"), Mapping):
         data["model"] = ModelSpec.from_config(data["model"], name=data["model"].get("name"))
     if isinstance(data.get("hardware"), Mapping):
-        device = data["hardware"]
-        data["hardware"] = HardwareSpec(**{"name": "this machine", "device_bytes": None, **device})
-    return OPS[op](**(_filled(data) if op in FORMS else data))
+        data["hardware"] = HardwareSpec(**{"name": "this machine", "device_bytes": None, **data["hardware"]})
+    result = OPS[op](**(_filled(data) if op in FORMS else data))
+    return _finite(result.to_dict() if hasattr(result, "to_dict") else result)
 
 
 def live(request: str) -> str:
@@ -233,11 +202,7 @@ def live(request: str) -> str:
 
     Infinity and NaN become null.
     """
-    try:
-        reply = {"ok": True, "result": _finite(_reply(request))}
-    except (ValueError, TypeError) as error:
-        reply = {"ok": False, "error": str(error)}
-    return json.dumps(reply)
+    return answer(request, _reply)
 
 
 def _finite(value):

@@ -1,6 +1,5 @@
 """The allocator for a page in a browser: a list of actions in, the state after each of them out, as JSON."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from inspect import signature
@@ -8,9 +7,10 @@ from typing import Any
 
 from ..checks import choice, require, whole
 from ..paging.manager import BlockManager, PagedSequence
+from . import TOKENS, Words, answer, counted, known, said
 
 # What a page can show, and how long it may take.
-LIMITS = {"num_blocks": 4096, "actions": 1000, "tokens": 65536}
+LIMITS = {"num_blocks": 4096, "actions": 1000, "tokens": TOKENS}
 DERIVED = ("utilisation_blocks", "utilisation_tokens", "waste", "hit_rate")
 
 
@@ -25,9 +25,7 @@ class _Stage:
         self.forgotten: list[int] = []  # blocks whose content was given up since this was emptied
         self.manager.pool.on_forget = self._forget
         self.named: dict[str, PagedSequence] = {}
-        self.words: list[object] = []
-        self.numbers: dict[tuple[type, object], int] = {}
-        self.seen = 0
+        self.words = Words()
 
     # --- what a page may do: `append` returns the copies it makes -----------------------------------------
 
@@ -77,17 +75,7 @@ class _Stage:
         return self.named[choice("name", name, self.named)]
 
     def _tokens(self, tokens) -> list[int]:
-        """Numbers and words alike: each different one is a token."""
-        tokens = tokens.split() if isinstance(tokens, str) else tokens
-        readable = isinstance(tokens, list | tuple) and all(type(t) in (int, str) for t in tokens)
-        require(readable, "tokens", "a text, or a list of words and integers", tokens)
-        self.seen += len(tokens)
-        require(self.seen <= LIMITS["tokens"], "tokens", f"at most {LIMITS['tokens']} in all", self.seen)
-        for t in tokens:
-            if (type(t), t) not in self.numbers:
-                self.numbers[type(t), t] = len(self.words)
-                self.words.append(t)
-        return [self.numbers[type(t), t] for t in tokens]
+        return self.words.tokens(self.words.read("tokens", tokens))
 
     def state(self) -> dict:
         manager, size = self.manager, self.manager.block_size
@@ -102,7 +90,7 @@ class _Stage:
         for i in range(pool.num_blocks):
             refs, found = pool.ref_count(i), i in manager.index
             state = "live" if refs else "cached" if found else "empty"
-            tokens = [self.words[t] for t in holds.get(i, [])]
+            tokens = [self.words.list[t] for t in holds.get(i, [])]
             blocks.append({"id": i, "state": state, "refs": refs, "tokens": tokens, "findable": found})
         return {
             "sequences": {
@@ -126,10 +114,6 @@ HEADS = {
     "finish": "{name} leaves",
     "evict": "",
 }
-
-
-def _count(n: int, thing: str) -> str:
-    return f"{n} {thing}{'s' * (n != 1)}"
 
 
 def _changes(before: dict, after: dict, forgotten: list[int], copies: list) -> dict[str, list[int]]:
@@ -169,18 +153,16 @@ def _told(action: dict, copies: list, before: dict, after: dict, changed: dict[s
     """What happened, in one sentence."""
     name, new = action.get("name"), action.get("new")
     had, has = (frame["sequences"].get(name, {"length": 0})["length"] for frame in (before, after))
-    words = {"more": _count(has - had, "token"), "length": _count(has, "token"), "name": name, "new": new}
-    said = [HEADS[action["do"]].format(**words)]
+    words = {"more": counted(has - had, "token"), "length": counted(has, "token"), "name": name, "new": new}
+    told = [HEADS[action["do"]].format(**words)]
     for what, verbs in SAID.items():
         if what == "copied":
-            said += [f"block {a} is copied to block {b} before the write" for a, b in copies]
+            told += [f"block {a} is copied to block {b} before the write" for a, b in copies]
         elif ids := changed[what]:
-            *most, last = map(str, ids)
-            many = f"blocks {', '.join(most)} and {last}" if most else f"block {last}"
-            said.append(f"{many} {verbs[bool(most)]}")
+            told.append(f"block{'s' * (len(ids) > 1)} {said(ids, *verbs)}")
     if action["do"] == "arrive" and after["sequences"][name]["shared"]:
-        said.append(f"{_count(after['sequences'][name]['shared'], 'token')} need no computing")
-    text = "; ".join(filter(None, said)) or "nothing is cached, so nothing is evicted"
+        told.append(f"{counted(after['sequences'][name]['shared'], 'token')} need no computing")
+    text = "; ".join(filter(None, told)) or "nothing is cached, so nothing is evicted"
     return f"{text[0].upper()}{text[1:]}."
 
 
@@ -203,8 +185,7 @@ def _script(text: Any) -> list[dict]:
 
 
 def _frames(data: dict) -> list[dict]:
-    keys = ("num_blocks", "block_size", "prefix", "actions", "script")
-    require(set(data) <= set(keys), "request", f"of keys {', '.join(keys)}", sorted(data))
+    known("request", data, ("num_blocks", "block_size", "prefix", "actions", "script"))
     if "actions" in data and "script" in data:
         raise ValueError("request: give actions or a script")
     num_blocks = whole("num_blocks", data.get("num_blocks"), 1, LIMITS["num_blocks"])
@@ -213,9 +194,9 @@ def _frames(data: dict) -> list[dict]:
     require(fits, "actions", f"a list of at most {LIMITS['actions']}", actions)
     stage = _Stage(num_blocks, data.get("block_size"), bool(data.get("prefix", True)))
     verbs: dict[str, Callable] = {name: getattr(stage, name) for name in HEADS}
-    state, size = stage.state(), _count(stage.manager.block_size, "token")
-    said = f"An empty pool: {_count(num_blocks, 'block')} of {size}."
-    frames = [{"action": None, "error": None, "copies": [], "told": said, "changed": {}, **state}]
+    state, size = stage.state(), counted(stage.manager.block_size, "token")
+    told = f"An empty pool: {counted(num_blocks, 'block')} of {size}."
+    frames = [{"action": None, "error": None, "copies": [], "told": told, "changed": {}, **state}]
     for action in actions:
         error, copies, stage.forgotten = None, [], []
         try:
@@ -227,14 +208,9 @@ def _frames(data: dict) -> list[dict]:
             error = str(e)
         before, state = state, stage.state()
         changed = _changes(before, state, stage.forgotten, copies)
-        told = (
-            f"Refused: {error}. Nothing has changed."
-            if error
-            else _told(action, copies, before, state, changed)
-        )
-        frames.append(
-            {"action": action, "error": error, "copies": copies, "told": told, "changed": changed, **state}
-        )
+        told = f"Refused: {error}. Nothing has changed."
+        frame = {"action": action, "error": error, "copies": copies, "changed": changed, **state}
+        frames.append(frame | {"told": told if error else _told(action, copies, before, state, changed)})
     return frames
 
 
@@ -266,10 +242,4 @@ def live(request: str) -> str:
     refs, tokens, findable), `free`, `eviction_order`, and `usage` with utilisation and waste. The error of
     the second form says what in the request makes no sense.
     """
-    try:
-        data = json.loads(request)
-        require(isinstance(data, dict), "request", "a JSON object", data)
-        reply = {"ok": True, "result": {"frames": _frames(data)}}
-    except (ValueError, TypeError, RecursionError) as error:
-        reply = {"ok": False, "error": str(error)}
-    return json.dumps(reply)
+    return answer(request, lambda data: {"frames": _frames(data)})
