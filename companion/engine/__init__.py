@@ -1,7 +1,6 @@
 """What a server does with the cache: many requests on one model and one pool of blocks.
 
-    packed      all tokens of a step in one pass, without padding
-    forward     the model's part of a step: logits and the tokens chosen from them
+    forward     the model's part of a step: all tokens in one pass without padding, logits, the tokens chosen
     engine      requests in, tokens out
 
 What an engine decides without tensors, the scheduler and its simulation, is `companion.serving`; its names
