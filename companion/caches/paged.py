@@ -113,7 +113,8 @@ class PagedCache(Cache):
             have, need = (f"{s.name} in {d}" for s, d in ((storage.spec, storage.dtype), (spec, dtype)))
             raise ValueError(f"storage must be of {need}, got {have}")
         elif block_size is not None:
-            require(block_size == storage.block_size, "block_size", "the storage's or None", block_size)
+            held = storage.block_size
+            require(block_size == held, "block_size", f"{held}, the storage's, or None", block_size)
         if sequences is not None:
             require(len(sequences) == batch, "sequences", f"of batch={batch} entries", len(sequences))
         self.storage, self.block_size = storage, storage.block_size

@@ -55,7 +55,7 @@ def test_a_cache_used_in_inference_mode_and_then_outside():
 def test_a_block_size_that_the_storage_does_not_have():
     spec = dataclasses.replace(SPEC, window=None, layer_types=())
     storage = PagedStorage(spec, num_blocks=8, block_size=4)
-    with pytest.raises(ValueError, match="block_size=16"):
+    with pytest.raises(ValueError, match="block_size must be 4, .* got 16"):
         make_cache("paged", spec, max_tokens=16, storage=storage, block_size=16)
     assert make_cache("paged", spec, max_tokens=16, storage=storage).block_size == 4
 

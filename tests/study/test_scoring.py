@@ -69,7 +69,7 @@ def test_filling_in_one_step_is_a_prompt_in_one_pass(tiny):
 
 def test_a_cache_that_holds_something_is_not_filled(tiny):
     held = prompt(tiny, tokens(1, 8), room=8)
-    with pytest.raises(ValueError, match="cache holds 8 tokens"):
+    with pytest.raises(ValueError, match="cache must be an empty one, got one of 8 tokens"):
         fill(held, held)
 
 
