@@ -6,7 +6,6 @@ What an argument lacks is said in one form, by one ValueError: `<argument> must 
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 from collections.abc import Iterable
@@ -84,6 +83,8 @@ def plain(name: str) -> str:
 
 def near_names(name: str, known: Iterable[str], limit: int = 4) -> list[str]:
     """Names that the writer of `name` may have meant, best first."""
+    import difflib  # only where a name was wrong: a thirtieth of importing `companion.cost`
+
     known = list(known)
     asked = plain(name).rsplit("/", 1)[-1]  # "meta-llama/Llama-3.1-8B-Instruct"
     hits = [k for k in known if asked and (asked in k or k in asked)]
