@@ -17,6 +17,7 @@ import functools
 import importlib.util
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -96,6 +97,11 @@ def cores(tensor: Tensor) -> int:
     if tensor.device.type != "cuda":
         return 1
     return PER_CORE * torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def on(tensor: Tensor) -> AbstractContextManager:
+    """The guard around every launch: makes a tensor's GPU the current one, which is where Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
 def require_triton() -> None:

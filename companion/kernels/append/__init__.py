@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...formats import INT4, KERNELS
-from ..mode import triton_for
+from ..mode import on, triton_for
 
 __all__ = ["append"]
 
@@ -88,14 +88,15 @@ def append(
     if slot_mapping is not None:
         slot_mapping = slot_mapping.reshape(-1)
     constants = tiles(D, Dv)
-    append_kernel[(-(-B * S // constants["BLOCK_T"]), Hkv)](
-        k, v, k_cache, v_cache, k_scale, k_zero, v_scale, v_zero, k_unit, v_unit,
-        slot_mapping, cache_seqlens, new_tokens, block_table,
-        B * S, S, *k_cache.shape[:2], 0 if block_table is None else block_table.shape[1],
-        *_strides(k), *_strides(v), *_strides(k_cache), *_strides(v_cache),
-        *_strides(k_scale), *_strides(v_scale), 0 if block_table is None else block_table.stride(0),
-        **constants, FORMAT=kv_format, num_warps=4,
-    )  # fmt: skip
+    with on(k):
+        append_kernel[(-(-B * S // constants["BLOCK_T"]), Hkv)](
+            k, v, k_cache, v_cache, k_scale, k_zero, v_scale, v_zero, k_unit, v_unit,
+            slot_mapping, cache_seqlens, new_tokens, block_table,
+            B * S, S, *k_cache.shape[:2], 0 if block_table is None else block_table.shape[1],
+            *_strides(k), *_strides(v), *_strides(k_cache), *_strides(v_cache),
+            *_strides(k_scale), *_strides(v_scale), 0 if block_table is None else block_table.stride(0),
+            **constants, FORMAT=kv_format, num_warps=4,
+        )  # fmt: skip
 
 
 def tiles(D: int, Dv: int) -> dict[str, int]:

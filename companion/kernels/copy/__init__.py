@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..aot.case import Case
-from ..mode import triton_for
+from ..mode import on, triton_for
 
 __all__ = ["copy", "copy_bytes"]
 
@@ -35,7 +35,8 @@ def copy(x: Tensor, out: Tensor | None = None) -> Tensor:
 
         block = BLOCK_BYTES // x.element_size()
         n, raw = x.numel(), _INTEGERS[x.element_size()]
-        copy_kernel[(-(-n // block),)](x.view(raw), out.view(raw), n, BLOCK=block)
+        with on(x):
+            copy_kernel[(-(-n // block),)](x.view(raw), out.view(raw), n, BLOCK=block)
     return out
 
 

@@ -27,13 +27,14 @@ class Launch:
         constants = constexprs(self.call, self.tile)
         rows = self.call.q.shape[1] * constants["GROUP"]
         grid = (self.call.q.shape[0], self.call.k.shape[2] * -(-rows // self.tile.rows), self.splits.count)
-        decode_kernel[grid](
-            **arguments(self.call, out, lse, self.splits),
-            **constants,
-            WIDE=not self.tile.dot or (self.interpreted and self.call.q.dtype == torch.bfloat16),
-            num_warps=self.tile.warps,
-            num_stages=self.tile.stages,
-        )
+        with mode.on(self.call.q):
+            decode_kernel[grid](
+                **arguments(self.call, out, lse, self.splits),
+                **constants,
+                WIDE=not self.tile.dot or (self.interpreted and self.call.q.dtype == torch.bfloat16),
+                num_warps=self.tile.warps,
+                num_stages=self.tile.stages,
+            )
 
 
 def prepare(call: Call, num_splits=0, fixed_split_size=None, max_seqlen=None, check=None) -> Launch:
@@ -128,7 +129,8 @@ def merge(parts: Tensor, part_lse: Tensor, sinks: Tensor | None, out: Tensor, ls
     from .kernel import merge_kernel
 
     B, Sq, Hq = out.shape[:3]
-    merge_kernel[(B, Sq * Hq)](**merge_arguments(parts, part_lse, sinks, out, lse))
+    with mode.on(out):
+        merge_kernel[(B, Sq * Hq)](**merge_arguments(parts, part_lse, sinks, out, lse))
 
 
 def merge_arguments(parts, part_lse, sinks, out, lse) -> dict:

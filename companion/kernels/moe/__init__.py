@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..mode import capability
+from ..mode import capability, on
 from .gemm import COMBINE, buffer, check_matrices, check_shape, launch, plan_rows
 from .plan import GemmTile, gemm_tile
 
@@ -108,4 +108,5 @@ def _combine(y: Tensor, sent: Tensor, out: Tensor) -> None:
     blocks = COMBINE if y.device.type != "cpu" else COMBINE | {"BLOCK_T": 64}
     grid = (-(-T // blocks["BLOCK_T"]), -(-K // blocks["BLOCK_D"]))
     marks = sent.to(torch.int8)
-    combine_kernel[grid](y, marks, out, T, K, y.stride(0), out.stride(0), TOP_K=k, **blocks)
+    with on(y):
+        combine_kernel[grid](y, marks, out, T, K, y.stride(0), out.stride(0), TOP_K=k, **blocks)

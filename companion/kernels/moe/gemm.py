@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from ..mode import capability, triton_for
+from ..mode import capability, on, triton_for
 from .plan import FORMS, GemmTile, gemm_tile, max_tiles
 
 
@@ -149,17 +149,18 @@ def launch(
     grid = (plan.tiles.shape[0], -(-N // tile.block_n))
     if not all(grid):
         return
-    grouped_kernel[grid](
-        x, w, w if bias is None else bias, out,
-        plan.offsets if order is None else order, out if scatter is None else scatter,
-        plan.expert, plan.offsets, plan.tiles,
-        N, w.shape[2], x.stride(0), w.stride(0), w.stride(1), N * w.stride(1),
-        0 if bias is None else bias.stride(0), out.stride(0), limit, alpha,
-        TOP_K=gather or 1, GATHER=gather > 0, SCATTER=scatter is not None, GATED=gated,
-        CLAMP=clamp is not None, HAS_BIAS=bias is not None,
-        UPCAST=x.device.type == "cpu" and x.dtype == torch.bfloat16,
-        **launch_of(tile),
-    )  # fmt: skip
+    with on(x):
+        grouped_kernel[grid](
+            x, w, w if bias is None else bias, out,
+            plan.offsets if order is None else order, out if scatter is None else scatter,
+            plan.expert, plan.offsets, plan.tiles,
+            N, w.shape[2], x.stride(0), w.stride(0), w.stride(1), N * w.stride(1),
+            0 if bias is None else bias.stride(0), out.stride(0), limit, alpha,
+            TOP_K=gather or 1, GATHER=gather > 0, SCATTER=scatter is not None, GATED=gated,
+            CLAMP=clamp is not None, HAS_BIAS=bias is not None,
+            UPCAST=x.device.type == "cpu" and x.dtype == torch.bfloat16,
+            **launch_of(tile),
+        )  # fmt: skip
 
 
 def buffer(x: Tensor, rows: int, width: int, interpreting: bool) -> Tensor:
