@@ -92,8 +92,8 @@ def record(monkeypatch, *, capability=(9, 0), cores=264) -> list[Launch]:
 
 WAITING = {  # the host has to know a value before it can go on
     "_local_scalar_dense", "item", "nonzero", "nonzero_numpy", "argwhere", "masked_select", "_unique",
-    "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "equal", "is_nonzero",
-    "allclose", "_linalg_check_errors", "_assert_async", "multinomial",
+    "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "equal",
+    "is_nonzero", "allclose", "_linalg_check_errors", "_assert_async", "multinomial",
 }  # fmt: skip
 
 
