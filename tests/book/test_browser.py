@@ -20,7 +20,16 @@ pytestmark = pytest.mark.skipif(
 
 LOOK = {
     "too_wide": "document.documentElement.scrollWidth - innerWidth",
-    "theme": "document.documentElement.dataset.theme",
+    # Tabs share what the last one chose, until the theme's script has asked for the screen's.
+    "theme": """new Promise(done => {
+        const wanted = matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light'
+        let looks = 0
+        const look = () => {
+            const theme = document.documentElement.dataset.theme
+            return theme === wanted || looks++ > 50 ? done(theme) : setTimeout(look, 100)
+        }
+        look()
+    })""",
     "formulas": "document.querySelectorAll('mjx-container').length",
     "bad_formulas": "document.querySelectorAll('mjx-merror, [data-mjx-error]').length",
     "icons": """[...document.querySelectorAll('.fa, .fas, .fab, .far, .fa-solid, .fa-brands, .fa-regular')]
